@@ -1,0 +1,108 @@
+"""What was reused and what was not: the one object every answer carries (DESIGN: identity, truth, failure)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from lazyrag.types import NodeKey, Quality
+
+REPORT_VERSION = 1
+
+
+class NodeStatus(StrEnum):
+    REUSED = "reused"
+    RECOMPUTED = "recomputed"
+
+
+class Tier(StrEnum):
+    """Where a node's KV was when the request came."""
+
+    DEVICE = "device"
+    DISK = "disk"
+    NONE = "none"
+
+
+class Reason(StrEnum):
+    """Why a node was computed anew."""
+
+    FIRST_USE = "first use"
+    """Registered as another form of an ingested node, encoded and stored by this request."""
+    CHANGED = "changed"
+    """The prompt holds a text close to, but not equal to, the ingested one."""
+    CUT = "cut"
+    """The prompt holds only one part of the ingested text."""
+    DAMAGED = "damaged"
+    """The stored file failed its check and was put aside."""
+    MISSING = "missing"
+    """The index knows the node, its file is gone."""
+    NOT_STORED = "not stored"
+    """The text was given as a node and had never been ingested."""
+    QUALITY_FULL = "quality full"
+    """The caller asked for full attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """One known node of the prompt.
+
+    Attributes:
+        key: identity of the ingested node.
+        tokens: tokens of the node as ingested.
+        offset: position of its first token in this prompt (S_d); for a `changed` or `cut` node that
+            of the piece found.
+        tier: where its KV came from; ``none`` when recomputed.
+        status, reason: ``reason`` is None when reused.
+    """
+
+    key: NodeKey
+    tokens: int
+    offset: int
+    tier: Tier
+    status: NodeStatus
+    reason: Reason | None = None
+
+
+@dataclass(slots=True)
+class ReuseReport:
+    """Counts are tokens, sizes bytes, times seconds; ``version`` changes when a field changes meaning."""
+
+    quality: Quality
+    nodes: list[NodeReport] = field(default_factory=list)
+    tokens_reused: int = 0
+    tokens_computed: int = 0
+    bytes_by_tier: dict[Tier, int] = field(default_factory=dict)
+    recognise_s: float = 0.0
+    ttft_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    version: int = REPORT_VERSION
+
+    @property
+    def nodes_reused(self) -> int:
+        return sum(node.status is NodeStatus.REUSED for node in self.nodes)
+
+    @property
+    def nodes_recomputed(self) -> int:
+        return len(self.nodes) - self.nodes_reused
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values, the same in ``--json``, both adapters and metrics."""
+        data = asdict(self)
+        data["nodes"] = [
+            {**asdict(node), "key": str(node.key)} for node in self.nodes
+        ]
+        data["nodes_reused"] = self.nodes_reused
+        data["nodes_recomputed"] = self.nodes_recomputed
+        return data
+
+    def summary(self) -> str:
+        """One line for people."""
+        first = "-" if self.ttft_s is None else f"{self.ttft_s:.2f} s"
+        line = (
+            f"{self.nodes_reused} of {len(self.nodes)} nodes reused, "
+            f"{self.tokens_reused:,} tokens reused, {self.tokens_computed:,} computed, "
+            f"first token after {first}"
+        )
+        reasons = sorted({str(node.reason) for node in self.nodes if node.reason is not None})
+        return f"{line} (recomputed: {', '.join(reasons)})" if reasons else line

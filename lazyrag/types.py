@@ -1,0 +1,135 @@
+"""Identities and small values that cross the borders between rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+TextId = NewType("TextId", int)
+"""Row of a registered text in the store's index."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NodeKey:
+    """Identity of one node's KV: a 256-bit digest of its token ids and of all that shaped its K and V.
+
+    Equal text encoded by other weights, behind another sink or in another dtype has another key.
+    """
+
+    digest: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.digest) != 32:
+            raise ValueError(f"a NodeKey has 32 bytes, got {len(self.digest)}")
+
+    def __str__(self) -> str:
+        return self.digest.hex()
+
+    @classmethod
+    def parse(cls, text: str) -> NodeKey:
+        """Read the 64 hex digits that ``str(key)`` writes.
+
+        Raises:
+            ValueError: ``text`` is not 64 hex digits.
+        """
+        return cls(bytes.fromhex(text))
+
+
+class KVDType(StrEnum):
+    """How K and V are kept on disk. ``model`` means the dtype the model computes in."""
+
+    MODEL = "model"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+class Quality(StrEnum):
+    """How much of a prompt is computed anew.
+
+    ``fast``: every known node is reused as stored. ``full``: nothing is reused, plain causal attention.
+    ``materialized``: as ``fast``, but every node is copied and its raw keys are rotated to their
+    place; the oracle the lazy path is tested against, not a mode for users.
+    """
+
+    FAST = "fast"
+    FULL = "full"
+    MATERIALIZED = "materialized"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeText:
+    """A text to ingest, in the exact form in which it will reach the model.
+
+    Attributes:
+        text: the string whose KV is computed and which is looked for in prompts.
+        aliases: other forms of the same node; they are registered now and encoded at their
+            first use in a prompt.
+        label: what to call the node in messages to the user (a file name, say).
+    """
+
+    text: str
+    aliases: tuple[str, ...] = ()
+    label: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A segment computed with the request: give ``text`` or ``ids``, not both.
+
+    ``control=True`` reads special tokens written in ``text``; by default they stay plain text.
+    """
+
+    text: str | None = None
+    ids: tuple[int, ...] | None = None
+    control: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A segment whose KV comes from the store: give ``key`` or ``text``.
+
+    Attributes:
+        key: what `Engine.precompute` returned.
+        text: the text of the node; encoded now if the store does not hold it.
+        offset: position of the node's first token (S_d); None = right behind the segment before it.
+            With explicit offsets nodes may share positions; what a token sees is decided by the
+            order of segments alone.
+    """
+
+    key: NodeKey | None = None
+    text: str | None = None
+    offset: int | None = None
+
+
+Segment = Live | Node
+Prompt = str | Sequence[Segment]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """How to decode.
+
+    Attributes:
+        max_new_tokens: at most this many tokens; None = 256 or what the context window leaves.
+        temperature: 0 = greedy.
+        top_k, top_p, min_p: the usual truncations, applied in this order; None = off.
+        repetition_penalty: above 1 discourages tokens already in prompt or answer; 1 = off.
+        seed: of the random stream; None = a fresh one. The stream depends on seed and step only.
+        stop: strings that end the answer; never part of it, in any form of delivery.
+        quality: see `Quality`.
+        strict: raise instead of answering when a known node had to be computed anew.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = field(default=())
+    quality: Quality = Quality.FAST
+    strict: bool = False
