@@ -13,7 +13,7 @@ TextId = NewType("TextId", int)
 
 @dataclass(frozen=True, slots=True, order=True)
 class NodeKey:
-    """Identity of one node's KV: a 256-bit digest of its token ids and of all that shaped its K and V.
+    """Identity of one node's KV: 256-bit digest of its token ids and all that shaped its K and V.
 
     Equal text encoded by other weights, behind another sink or in another dtype has another key.
     """
@@ -49,7 +49,7 @@ class KVDType(StrEnum):
 class Quality(StrEnum):
     """How much of a prompt is computed anew.
 
-    ``fast``: every known node is reused as stored. ``full``: nothing is reused, plain causal attention.
+    ``fast``: every known node is reused as stored. ``full``: nothing is reused, plain attention.
     ``materialized``: as ``fast``, but every node is copied and its raw keys are rotated to their
     place; the oracle the lazy path is tested against, not a mode for users.
     """
@@ -79,12 +79,18 @@ class NodeText:
 class Live:
     """A segment computed with the request: give ``text`` or ``ids``, not both.
 
-    ``control=True`` reads special tokens written in ``text``; by default they stay plain text.
+    Attributes:
+        text: plain text; special tokens written in it stay text unless ``control`` is true.
+        ids: token ids, taken as they are.
+        control: read special tokens written in ``text`` (for text you wrote yourself).
+        offset: position of the first token; None = right behind what stands before. All that
+            follows continues from here.
     """
 
     text: str | None = None
     ids: tuple[int, ...] | None = None
     control: bool = False
+    offset: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +100,9 @@ class Node:
     Attributes:
         key: what `Engine.precompute` returned.
         text: the text of the node; encoded now if the store does not hold it.
-        offset: position of the node's first token (S_d); None = right behind the segment before it.
-            With explicit offsets nodes may share positions; what a token sees is decided by the
-            order of segments alone.
+        offset: position of the node's first token (S_d); None = right behind what stands before.
+            It moves this node alone; with explicit offsets nodes may share positions. What a token
+            sees is decided by the order of segments, never by positions.
     """
 
     key: NodeKey | None = None

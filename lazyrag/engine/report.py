@@ -1,4 +1,4 @@
-"""What was reused and what was not: the one object every answer carries (DESIGN: identity, truth, failure)."""
+"""What was reused and what was not: the one object every answer carries."""
 
 from __future__ import annotations
 
@@ -44,6 +44,15 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a node's KV came from, bytes read; ``reason``: why it was computed now."""
+
+    tier: Tier
+    nbytes: int
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class NodeReport:
     """One known node of the prompt.
 
@@ -66,7 +75,7 @@ class NodeReport:
 
 @dataclass(slots=True)
 class ReuseReport:
-    """Counts are tokens, sizes bytes, times seconds; ``version`` changes when a field changes meaning."""
+    """Counts are tokens, sizes bytes, times seconds; ``version`` changes with a field's meaning."""
 
     quality: Quality
     nodes: list[NodeReport] = field(default_factory=list)
@@ -89,9 +98,7 @@ class ReuseReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON values, the same in ``--json``, both adapters and metrics."""
         data = asdict(self)
-        data["nodes"] = [
-            {**asdict(node), "key": str(node.key)} for node in self.nodes
-        ]
+        data["nodes"] = [{**asdict(node), "key": str(node.key)} for node in self.nodes]
         data["nodes_reused"] = self.nodes_reused
         data["nodes_recomputed"] = self.nodes_recomputed
         return data

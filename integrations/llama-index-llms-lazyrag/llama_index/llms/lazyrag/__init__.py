@@ -1,0 +1,8 @@
+"""LlamaIndex integration: an LLM and a transform; a node's KV is computed once, reused anywhere."""
+
+from llama_index.llms.lazyrag.llm import LazyKVLLM
+from llama_index.llms.lazyrag.nodes import node_text
+from llama_index.llms.lazyrag.reports import collect_reports
+from llama_index.llms.lazyrag.transform import LazyKVTransform
+
+__all__ = ["LazyKVLLM", "LazyKVTransform", "collect_reports", "node_text"]

@@ -1,0 +1,53 @@
+"""A generation that runs in a thread of its own while the event loop stays free."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lazyrag import Generation, GenerationStream
+
+
+async def iterate_in_thread(
+    open_stream: Callable[[], GenerationStream],
+) -> AsyncGenerator[str | Generation, None]:
+    """Every delta of the stream, then its `Generation`.
+
+    The stream is opened, read and closed in one worker thread. Leaving early (cancellation,
+    ``aclose``) closes it after the step it is in.
+    """
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Queue[str | Generation | BaseException] = asyncio.Queue()
+    left = threading.Event()
+
+    def deliver(item: str | Generation | BaseException) -> None:
+        try:
+            loop.call_soon_threadsafe(arrived.put_nowait, item)
+        except RuntimeError:  # the loop was closed, nobody reads on
+            left.set()
+
+    def work() -> None:
+        try:
+            with open_stream() as stream:
+                for delta in stream:
+                    if left.is_set():
+                        return
+                    deliver(delta)
+                deliver(stream.result)
+        except BaseException as error:
+            deliver(error)
+
+    threading.Thread(target=work, name="lazyrag-generate", daemon=True).start()
+    try:
+        while True:
+            item = await arrived.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+            if not isinstance(item, str):
+                return
+    finally:
+        left.set()

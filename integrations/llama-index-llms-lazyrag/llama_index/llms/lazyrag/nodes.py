@@ -1,0 +1,32 @@
+"""The text of a LlamaIndex node in the exact form in which it reaches the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from llama_index.core.schema import BaseNode, MetadataMode
+
+from lazyrag.types import NodeText
+
+
+def node_text(node: BaseNode) -> NodeText:
+    """What to encode for ``node``: its text with the metadata meant for the LLM, stripped.
+
+    LlamaIndex's synthesizers and chat engines put this form into the prompt. The body alone is an
+    alias: `CitationQueryEngine` writes its own header between metadata and body. The text is empty
+    when the node has none (an image, say).
+    """
+    text = node.get_content(metadata_mode=MetadataMode.LLM).strip()
+    body = node.get_content(metadata_mode=MetadataMode.NONE).strip()
+    aliases = (body,) if body and body != text else ()
+    label = node.metadata.get("file_name") or node.node_id
+    return NodeText(text=text, aliases=aliases, label=str(label))
+
+
+def node_texts(nodes: Iterable[BaseNode]) -> list[NodeText]:
+    """`node_text` of every node that has any text of its own."""
+    return [
+        node_text(node)
+        for node in nodes
+        if node.get_content(metadata_mode=MetadataMode.NONE).strip()
+    ]

@@ -1,0 +1,195 @@
+"""Lazy attention on the CPU: no node's K or V is copied, the query is rotated per segment.
+
+A step is planned once (`CpuStep`) and used by every layer. Rows are cut into tiles, so that the
+scores of a tile stay small however long the prompt is. Per tile and contiguous slot range there is
+one batched product into a shared score buffer, one softmax over all keys, and one batched product
+per range that accumulates the output:
+
+    scores  [kv_heads, tile_rows * group, keys]      keys = node ranges, then live ranges
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lazyrag_kernels.attention.batch import AttentionLayer, Batch, RequestRows, slot_ranges
+from lazyrag_kernels.rope import Rotary, cos_sin, rotate
+
+SCORE_BUFFER_BYTES = 32 * 2**20
+"""Upper bound of one tile's score buffer (a tile has at least one row)."""
+MAX_TILE_ROWS = 256
+"""Longer tiles would compute more masked scores above the causal diagonal."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Contiguous slots of one segment, and where their scores go."""
+
+    segment: int
+    slots: slice
+    columns: slice
+    first_row: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tile:
+    """A run of rows of one request."""
+
+    rows: slice
+    positions: Tensor  # int64 [tile_rows]
+    offsets: Tensor  # int64 [segments]; live text is the last segment, offset 0
+    ranges: tuple[_Range, ...]
+    keys: int
+    live_columns: slice
+    live_seen: int  # live slots the first row of the tile sees
+    key_positions: Tensor  # int64 [keys]
+
+
+class CpuStep:
+    """One step's attention, planned once and run for every layer.
+
+    Args:
+        batch: requests, segments, pages.
+        q_heads: number of query heads (bounds the tile size).
+    """
+
+    def __init__(self, batch: Batch, q_heads: int) -> None:
+        self._tiles: list[_Tile] = []
+        self._tables: dict[Rotary, list[tuple[Tensor, Tensor]]] = {}
+        self._masks: dict[int | None, list[Tensor | None]] = {}
+        first = 0
+        for request in batch.requests:
+            self._tiles += _tiles(request, first, batch.page_size, q_heads)
+            first += request.rows
+
+    def attend(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, layer: AttentionLayer) -> Tensor:
+        """Attention of all rows over one layer's pool.
+
+        Args:
+            q: [rows, q_heads, head_dim], raw.
+            k_pool, v_pool: [slots, kv_heads, head_dim]; this step's live K and V already written.
+            layer: scale, rotary and window.
+
+        Returns:
+            [rows, q_heads, head_dim].
+        """
+        out = torch.empty_like(q)
+        tables = self._tables_for(layer.rotary)
+        masks = self._masks_for(layer.window)
+        for tile, (cos, sin), mask in zip(self._tiles, tables, masks, strict=True):
+            _attend_tile(
+                tile, q[tile.rows], k_pool, v_pool, cos, sin, mask, layer.scale, out[tile.rows]
+            )
+        return out
+
+    def _tables_for(self, rotary: Rotary) -> list[tuple[Tensor, Tensor]]:
+        if rotary not in self._tables:
+            self._tables[rotary] = [
+                cos_sin(rotary, tile.positions[None, :] - tile.offsets[:, None])
+                for tile in self._tiles
+            ]
+        return self._tables[rotary]
+
+    def _masks_for(self, window: int | None) -> list[Tensor | None]:
+        if window not in self._masks:
+            self._masks[window] = [_hidden(tile, window) for tile in self._tiles]
+        return self._masks[window]
+
+
+def _tiles(request: RequestRows, first: int, page_size: int, q_heads: int) -> list[_Tile]:
+    live = request.live
+    nodes = [node for node in request.nodes if node.length]
+    offsets = torch.tensor([node.offset for node in nodes] + [0])
+    most_keys = sum(node.length for node in nodes) + live.length
+    tile_rows = max(1, min(MAX_TILE_ROWS, SCORE_BUFFER_BYTES // (4 * q_heads * most_keys)))
+    tiles = []
+    for start in range(0, request.rows, tile_rows):
+        stop = min(start + tile_rows, request.rows)
+        live_length = live.first_slot + stop  # what the last row of the tile sees
+        # (pages, length, first row of the tile that sees it, key positions) per segment
+        segments = [
+            (
+                node.pages,
+                node.length if node.first_row < stop else 0,
+                max(0, node.first_row - start),
+                node.offset + torch.arange(node.length if node.first_row < stop else 0),
+            )
+            for node in nodes
+        ]
+        segments.append((live.pages, live_length, 0, live.positions[:live_length]))
+        ranges: list[_Range] = []
+        column = 0
+        for segment, (pages, length, first_row, _) in enumerate(segments):
+            for low, high in slot_ranges(pages, length, page_size):
+                columns = slice(column, column + high - low)
+                ranges.append(_Range(segment, slice(low, high), columns, first_row))
+                column += high - low
+        tiles.append(
+            _Tile(
+                rows=slice(first + start, first + stop),
+                positions=request.positions[start:stop],
+                offsets=offsets,
+                ranges=tuple(ranges),
+                keys=column,
+                live_columns=slice(column - live_length, column),
+                live_seen=live.first_slot + start + 1,
+                key_positions=torch.cat([positions for *_, positions in segments]),
+            )
+        )
+    return tiles
+
+
+def _hidden(tile: _Tile, window: int | None) -> Tensor | None:
+    """Bool [tile_rows, columns]: keys a row must not see; None when there is nothing to hide.
+
+    Without a window only live columns can be hidden from a row (causality), and only they are
+    listed; with a window all columns are.
+    """
+    rows = tile.positions.numel()
+    live = tile.live_columns.stop - tile.live_columns.start
+    causal = torch.arange(live) >= tile.live_seen + torch.arange(rows)[:, None]
+    if window is None:
+        return causal if rows > 1 else None
+    hidden = tile.positions[:, None] - tile.key_positions[None, :] >= window
+    hidden[:, tile.live_columns] |= causal
+    return hidden
+
+
+def _attend_tile(
+    tile: _Tile,
+    q: Tensor,  # [rows, q_heads, head_dim]
+    k_pool: Tensor,
+    v_pool: Tensor,
+    cos: Tensor,  # [segments, rows, rotary_dim / 2]
+    sin: Tensor,
+    hidden: Tensor | None,
+    scale: float,
+    out: Tensor,
+) -> None:
+    rows, q_heads, head_dim = q.shape
+    kv_heads = k_pool.shape[1]
+    group = q_heads // kv_heads
+    # [segments, rows, q_heads, head_dim] -> [segments, kv_heads, rows * group, head_dim]
+    rotated = rotate(q.float() * scale, cos.unsqueeze(2), sin.unsqueeze(2)).to(q.dtype)
+    rotated = rotated.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    scores = torch.empty(kv_heads, rows * group, tile.keys, dtype=q.dtype)
+    for span in tile.ranges:
+        above = span.first_row * group
+        k = k_pool[span.slots].permute(1, 2, 0)  # [kv_heads, head_dim, slots], a view
+        torch.bmm(rotated[span.segment, :, above:], k, out=scores[:, above:, span.columns])
+        if above:
+            scores[:, :above, span.columns] = float("-inf")
+    if hidden is not None:
+        columns = slice(tile.keys - hidden.shape[1], tile.keys)
+        by_row = scores[:, :, columns].unflatten(1, (rows, group))
+        by_row.masked_fill_(hidden[:, None], float("-inf"))
+    weights = scores.softmax(dim=-1)
+    sums = torch.zeros(kv_heads, rows * group, head_dim, dtype=q.dtype)
+    for span in tile.ranges:
+        above = span.first_row * group
+        v = v_pool[span.slots].permute(1, 0, 2)  # [kv_heads, slots, head_dim], a view
+        sums[:, above:].baddbmm_(weights[:, above:, span.columns], v)
+    out.copy_(sums.unflatten(1, (rows, group)).permute(1, 0, 2, 3).flatten(1, 2))

@@ -1,0 +1,70 @@
+"""Rotary position embedding (Su et al., arXiv 2104.09864), half-split pairs.
+
+Angles are formed in fp64 from integer positions and the checkpoint's own fp32 frequencies; cosines
+and sines are kept in fp32. Forming the angle in fp32 is off by up to position * 6e-8 rad, in bf16
+it is useless.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotary:
+    """One frequency table, shared by every layer that uses it (compared by identity).
+
+    Attributes:
+        inv_freq: fp32 [rotary_dim / 2], the checkpoint's own, any scaling already inside.
+    """
+
+    inv_freq: Tensor
+
+    def __post_init__(self) -> None:
+        if self.inv_freq.dtype != torch.float32 or self.inv_freq.dim() != 1:
+            raise ValueError(
+                f"inv_freq must be a vector in float32, got {self.inv_freq.dtype} "
+                f"of shape {tuple(self.inv_freq.shape)}"
+            )
+
+    @property
+    def dim(self) -> int:
+        """Number of leading head dimensions that rotate."""
+        return 2 * self.inv_freq.numel()
+
+
+def cos_sin(rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every angle.
+
+    Args:
+        rotary: the frequency table.
+        positions: int64 [...], may be negative (n - S_d with free offsets).
+
+    Returns:
+        Two fp32 tensors [..., rotary_dim / 2].
+    """
+    angles = positions.to(torch.float64).unsqueeze(-1) * rotary.inv_freq.to(torch.float64)
+    return angles.cos().to(torch.float32), angles.sin().to(torch.float32)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (x_j, x_{j + rotary_dim/2}) in fp32 and round once to the dtype of ``x``.
+
+    Args:
+        x: [..., head_dim].
+        cos, sin: fp32 [..., rotary_dim / 2], broadcast against the leading dimensions of ``x``.
+
+    Returns:
+        A new tensor of the broadcast shape; dimensions beyond rotary_dim pass unchanged.
+    """
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    rotated = rotated.to(x.dtype)
+    if 2 * half == x.shape[-1]:
+        return rotated
+    rest = x[..., 2 * half :].expand(*rotated.shape[:-1], x.shape[-1] - 2 * half)
+    return torch.cat((rotated, rest), dim=-1)

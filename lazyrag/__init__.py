@@ -1,0 +1,65 @@
+"""lazyrag: RAG answers without reading the same documents again for every question."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lazyrag.engine.engine import Engine
+    from lazyrag.engine.generation import Generation, GenerationStream
+    from lazyrag.engine.ingest import IngestEstimate
+    from lazyrag.engine.report import NodeReport, ReuseReport
+    from lazyrag.errors import LazyRagError, ModelError, RequestError, StoreError
+    from lazyrag.types import GenerationOptions, KVDType, Live, Node, NodeKey, NodeText, Quality
+
+_HOME = {
+    "Engine": "lazyrag.engine.engine",
+    "Generation": "lazyrag.engine.generation",
+    "GenerationStream": "lazyrag.engine.generation",
+    "IngestEstimate": "lazyrag.engine.ingest",
+    "NodeReport": "lazyrag.engine.report",
+    "ReuseReport": "lazyrag.engine.report",
+    "LazyRagError": "lazyrag.errors",
+    "ModelError": "lazyrag.errors",
+    "RequestError": "lazyrag.errors",
+    "StoreError": "lazyrag.errors",
+    "GenerationOptions": "lazyrag.types",
+    "KVDType": "lazyrag.types",
+    "Live": "lazyrag.types",
+    "Node": "lazyrag.types",
+    "NodeKey": "lazyrag.types",
+    "NodeText": "lazyrag.types",
+    "Quality": "lazyrag.types",
+}
+
+__version__ = version("lazyrag")
+
+__all__ = [
+    "Engine",
+    "Generation",
+    "GenerationOptions",
+    "GenerationStream",
+    "IngestEstimate",
+    "KVDType",
+    "LazyRagError",
+    "Live",
+    "ModelError",
+    "Node",
+    "NodeKey",
+    "NodeReport",
+    "NodeText",
+    "Quality",
+    "RequestError",
+    "ReuseReport",
+    "StoreError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that ``lazyrag --help`` does not wait for torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'lazyrag' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,1 @@
+"""Command line: thin commands over the engine and its LlamaIndex integration."""

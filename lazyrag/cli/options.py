@@ -1,0 +1,36 @@
+"""Command-line options that several commands share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lazyrag.types import Quality
+
+
+class Rung(StrEnum):
+    """The qualities a user may choose."""
+
+    FAST = Quality.FAST.value
+    FULL = Quality.FULL.value
+
+
+IndexOption = Annotated[
+    Path, typer.Option("--index", metavar="DIR", help="The index directory.", show_default=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+NodesOption = Annotated[
+    int, typer.Option("-k", "--top-k", min=1, metavar="N", help="How many passages to retrieve.")
+]
+DeviceOption = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")]
+QualityOption = Annotated[
+    Rung,
+    typer.Option(help="fast reuses every known passage; full computes the whole prompt."),
+]
+TokensOption = Annotated[
+    int,
+    typer.Option("--max-new-tokens", min=1, metavar="N", help="At most so many tokens an answer."),
+]

@@ -1,0 +1,1 @@
+"""From segments to tokens: pool of pages, step plan, decode loop, report."""

@@ -1,0 +1,352 @@
+"""The engine: ingestion and generation over one model and one store."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+
+from lazyrag.engine.encode import Encoder
+from lazyrag.engine.generation import Generation, GenerationStream
+from lazyrag.engine.ingest import IngestEstimate, Ingestor
+from lazyrag.engine.library import Library
+from lazyrag.engine.nodes import NodeLoader, NodePlacer
+from lazyrag.engine.pool import PagePool
+from lazyrag.engine.progress import token_bar
+from lazyrag.engine.request import Request
+from lazyrag.engine.runner import Runner
+from lazyrag.engine.sampling import make_options
+from lazyrag.engine.sink import TEMPLATE, sink_ids
+from lazyrag.errors import RequestError
+from lazyrag.model.load import LoadedModel, load_model
+from lazyrag.prompt.read import PromptReader, ReadPrompt
+from lazyrag.store import Encoding, KVStore
+from lazyrag.types import GenerationOptions, KVDType, NodeKey, NodeText, Prompt
+
+PAGE_SIZE = 16
+"""Tokens a page."""
+POOL_BYTES = 4 * 2**30
+"""Most bytes the pool takes unless told otherwise (and at most a quarter of the memory)."""
+POOL_WINDOWS = 8
+"""The pool holds at most this many full context windows unless told otherwise."""
+
+
+class Engine:
+    """Answers prompts over ingested nodes without reading the nodes again.
+
+    One engine holds one model and one store and may be used from several threads; forward passes
+    take turns. Make one with `from_pretrained`, or with `shared` to use the same engine wherever
+    model, store and settings are the same in this process.
+    """
+
+    _shared: ClassVar[WeakValueDictionary[tuple[Any, ...], Engine]] = WeakValueDictionary()
+    _shared_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        store: str | os.PathLike[str] | None = None,
+        kv_dtype: KVDType | str = KVDType.MODEL,
+        sink: str = TEMPLATE,
+        pool_bytes: int | None = None,
+        tenant: str = "",
+    ) -> None:
+        self._model = model
+        self._temporary = tempfile.TemporaryDirectory(prefix="lazyrag-") if store is None else None
+        self.store = KVStore.open(self._temporary.name if self._temporary else store or "")
+        self.sink = sink
+        self.encoding = _encoding(model, sink, kv_dtype, tenant)
+        digest = self.encoding.digest
+        kv = getattr(torch, self.encoding.dtype.value)
+        geometry = model.geometry
+        self._lock = threading.RLock()
+        self._library = Library(self.store, digest, model.tokenizer)
+        self._reader = PromptReader(model.tokenizer, self._library)
+        encoder = Encoder(model, self.encoding.sink, kv)
+        self._ingestor = Ingestor(
+            self.store,
+            digest,
+            self._library,
+            encoder,
+            geometry,
+            kv,
+            len(self.encoding.sink),
+            self._lock,
+        )
+        self._pool = PagePool(
+            geometry,
+            pages=_pool_pages(model, pool_bytes),
+            page_size=PAGE_SIZE,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        loader = NodeLoader(self.store, digest, encoder)
+        placer = NodePlacer(self._pool, geometry, loader)
+        self._runner = Runner(model, self._pool, placer, loader, self._lock)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        store: str | os.PathLike[str] | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        kv_dtype: KVDType | str = KVDType.MODEL,
+        sink: str = TEMPLATE,
+        pool_bytes: int | None = None,
+        tenant: str = "",
+    ) -> Engine:
+        """Load a model and open a store.
+
+        Args:
+            model: a hub id, a local folder, a ``.gguf`` file, or ``smollm2``.
+            store: folder of the KV store; None = a temporary one, removed on `close`.
+            device: ``auto``, ``cpu``, ``cuda``, ...
+            dtype: compute dtype; ``auto`` is float32 on the CPU and bfloat16 on a GPU.
+            kv_dtype: how K and V are kept on disk.
+            sink: what nodes are encoded behind: ``template`` (the chat template's opening),
+                ``none``, or a text of your own.
+            pool_bytes: memory for KV in use and for idle nodes; None = chosen from the machine.
+            tenant: nodes of one tenant are never served to another.
+
+        Raises:
+            ModelError: the model cannot be loaded or is not supported.
+            StoreError: the store cannot be opened.
+        """
+        return cls(
+            load_model(os.fspath(model), device=device, dtype=dtype),
+            store=store,
+            kv_dtype=kv_dtype,
+            sink=sink,
+            pool_bytes=pool_bytes,
+            tenant=tenant,
+        )
+
+    @classmethod
+    def shared(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        store: str | os.PathLike[str] | None = None,
+        **settings: Any,
+    ) -> Engine:
+        """As `from_pretrained`, but one engine per model, store and settings in this process.
+
+        Without a store there is nothing to share, and a fresh engine is made.
+        """
+        if store is None:
+            return cls.from_pretrained(model, **settings)
+        where = str(Path(store).expanduser().resolve())
+        key = (os.fspath(model), where, *sorted((k, str(v)) for k, v in settings.items()))
+        with cls._shared_lock:
+            engine = cls._shared.get(key)
+            if engine is None:
+                engine = cls.from_pretrained(model, store=store, **settings)
+                cls._shared[key] = engine
+            return engine
+
+    # what it is
+
+    @property
+    def model_name(self) -> str:
+        """What the model was asked for as."""
+        return self._model.name
+
+    @property
+    def model_note(self) -> str | None:
+        """A sentence to repeat wherever quality is reported, or None."""
+        return self._model.note
+
+    @property
+    def weights_digest(self) -> str:
+        """Hex digest of weights and configuration."""
+        return self._model.weights_digest
+
+    @property
+    def context_window(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._model.geometry.max_positions
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._model.tokenizer.chat_template is not None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """On disk: 2 x layers x kv_heads x head_dim x bytes."""
+        return self._model.geometry.kv_bytes_per_token(getattr(torch, self.encoding.dtype.value))
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text as a node or as live text."""
+        return len(self._model.tokenizer.encode_text(text))
+
+    # ingestion
+
+    def estimate(self, texts: Iterable[str | NodeText]) -> IngestEstimate:
+        """Tokens, bytes and seconds that `precompute` would take; writes nothing."""
+        return self._ingestor.estimate(texts)
+
+    def precompute(
+        self,
+        texts: Iterable[str | NodeText],
+        *,
+        progress: Callable[[int, int], None] | bool = False,
+    ) -> list[NodeKey]:
+        """Compute and store the KV of every text that is not stored yet, and register all.
+
+        Texts are read as a stream and memory stays bounded. Interrupted, it leaves complete nodes
+        only; the same call again does the rest.
+
+        Args:
+            texts: in the exact form in which they will reach the model.
+            progress: called with (tokens done, tokens in all; 0 = not known), or True for a bar on
+                stderr.
+
+        Returns:
+            One key a text, in order; equal texts have equal keys.
+
+        Raises:
+            RequestError: a text is empty or longer than the context window; names which.
+            StoreError: the disk cannot hold it.
+        """
+        if not callable(progress):
+            if not progress:
+                return self._ingestor.precompute(texts, None)
+            with token_bar("encoding") as bar:
+                return self._ingestor.precompute(texts, bar)
+        return self._ingestor.precompute(texts, progress)
+
+    # generation
+
+    def generate(
+        self, prompt: Prompt, options: GenerationOptions | None = None, **overrides: Any
+    ) -> Generation:
+        """Continue a raw prompt; ingested texts standing in it verbatim are reused.
+
+        Args:
+            prompt: a string, or an ordered list of `Live` and `Node` segments taken as they are.
+            options: how to decode; ``overrides`` are fields of it.
+
+        Raises:
+            RequestError: a bad option, an empty prompt, or one that does not fit.
+        """
+        return _drain(self.stream(prompt, options, **overrides))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        options: GenerationOptions | None = None,
+        **overrides: Any,
+    ) -> Generation:
+        """Answer a conversation through the model's chat template.
+
+        Args:
+            messages: dicts with ``role`` and ``content``.
+            options: how to decode; ``overrides`` are fields of it.
+
+        Raises:
+            RequestError: as `generate`; also when the template refuses the messages.
+        """
+        return _drain(self.stream_chat(messages, options, **overrides))
+
+    def stream(
+        self, prompt: Prompt, options: GenerationOptions | None = None, **overrides: Any
+    ) -> GenerationStream:
+        """As `generate`, piece by piece. Errors of the request are raised here, before any work."""
+        if isinstance(prompt, str):
+            return self._start(lambda: self._reader.read_text(prompt), options, overrides)
+        return self._start(lambda: self._reader.read_segments(prompt), options, overrides)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        options: GenerationOptions | None = None,
+        **overrides: Any,
+    ) -> GenerationStream:
+        """As `chat`, piece by piece. Errors of the request are raised here, before any work."""
+        return self._start(lambda: self._reader.read_chat(messages), options, overrides)
+
+    def _start(
+        self,
+        read: Callable[[], ReadPrompt],
+        options: GenerationOptions | None,
+        overrides: Mapping[str, Any],
+    ) -> GenerationStream:
+        start = time.perf_counter()
+        chosen = make_options(options, overrides)
+        request = Request.from_prompt(read(), chosen, self._model, start)
+        self._runner.check_fits(request)
+        work: Generator[str, None, Generation] = self._runner.run(request)
+        return GenerationStream(work)
+
+    # life
+
+    def close(self) -> None:
+        """Give the store (and a temporary folder) back. The engine cannot be used afterwards."""
+        with self._lock:
+            self.store.close()
+            if self._temporary is not None:
+                self._temporary.cleanup()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _drain(stream: GenerationStream) -> Generation:
+    with stream:
+        for _ in stream:
+            pass
+        return stream.result
+
+
+def _encoding(model: LoadedModel, sink: str, kv_dtype: KVDType | str, tenant: str) -> Encoding:
+    compute = str(model.dtype).removeprefix("torch.")
+    try:
+        kept = KVDType(kv_dtype)
+    except ValueError:
+        raise RequestError(
+            f"unknown KV dtype {str(kv_dtype)!r}: use {', '.join(KVDType)}."
+        ) from None
+    return Encoding(
+        weights=model.weights_digest,
+        tokenizer=model.tokenizer.digest().hex(),
+        rotary=model.geometry.rotary_digest.hex(),
+        sink=sink_ids(sink, model.tokenizer),
+        dtype=KVDType(compute) if kept is KVDType.MODEL else kept,
+        compute_dtype=compute,
+        tenant=tenant,
+    )
+
+
+def _pool_pages(model: LoadedModel, pool_bytes: int | None) -> int:
+    per_page = PAGE_SIZE * model.geometry.kv_bytes_per_token(model.dtype)
+    if pool_bytes is not None:
+        if pool_bytes < per_page:
+            raise RequestError(
+                f"pool_bytes={pool_bytes} holds no page: one takes {per_page} bytes."
+            )
+        return pool_bytes // per_page
+    if model.device.type == "cuda":
+        memory, _ = torch.cuda.mem_get_info(model.device)
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    windows = POOL_WINDOWS * model.geometry.max_positions
+    return max(1, min(min(POOL_BYTES, memory // 4) // per_page, -(-windows // PAGE_SIZE)))

@@ -1,0 +1,79 @@
+"""What a request returns: an answer at once, or a stream of its text."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal
+
+from lazyrag.engine.report import ReuseReport
+from lazyrag.errors import RequestError
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished answer.
+
+    Attributes:
+        text: without special tokens, stop strings and what would follow them.
+        token_ids: every generated id, the end-of-text id included.
+        finish_reason: ``stop`` (end of text or a stop string) or ``length``.
+        report: what was reused and what was not.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    report: ReuseReport
+
+
+class GenerationStream(Iterator[str]):
+    """The answer piece by piece; the work is done as the caller asks for it.
+
+    Every delta is non-empty and whole in UTF-8; all deltas together are ``result.text``. Closing
+    (or leaving the ``with`` block) stops the work and gives everything back.
+    """
+
+    def __init__(self, work: Generator[str, None, Generation]) -> None:
+        self._work = work
+        self._result: Generation | None = None
+
+    def __next__(self) -> str:
+        while True:
+            try:
+                delta = next(self._work)
+            except StopIteration as stop:
+                if stop.value is not None:
+                    self._result = stop.value
+                raise StopIteration from None
+            if delta:
+                return delta
+
+    @property
+    def result(self) -> Generation:
+        """The whole answer and its report.
+
+        Raises:
+            RequestError: the stream was not read to its end.
+        """
+        if self._result is None:
+            raise RequestError("the stream has no result yet: read it to its end first.")
+        return self._result
+
+    def close(self) -> None:
+        """Stop; safe to call more than once."""
+        self._work.close()
+
+    def __enter__(self) -> GenerationStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

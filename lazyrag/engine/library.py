@@ -1,0 +1,73 @@
+"""The texts one encoding knows: registered at ingestion, found again in prompts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from lazyrag.prompt.anchors import TextSignature, sign
+from lazyrag.prompt.read import FoundNear, FoundNode, FoundTexts
+from lazyrag.prompt.recognise import Recogniser
+from lazyrag.prompt.tokenise import PromptTokenizer
+from lazyrag.store import KVStore, node_key
+from lazyrag.types import NodeKey, TextId
+
+
+class Library:
+    """Registered texts of one store and encoding; follows what other processes register.
+
+    Args:
+        store: whose index holds the texts.
+        encoding: digest of the encoding; texts of other encodings are not seen.
+        tokenizer: turns a text into the ids its key is made of.
+    """
+
+    def __init__(self, store: KVStore, encoding: bytes, tokenizer: PromptTokenizer) -> None:
+        self._index = store.index
+        self._encoding = encoding
+        self._tokenizer = tokenizer
+        self._recogniser = Recogniser(self._text)
+        self._last = 0
+        self._lock = threading.Lock()
+
+    def identify(self, text: str) -> tuple[NodeKey, tuple[int, ...]]:
+        """Key and ids of a text, whether or not it is registered."""
+        ids = tuple(self._tokenizer.encode_text(text))
+        return node_key(self._encoding, ids), ids
+
+    def register(self, texts: Iterable[tuple[str, NodeKey, int]]) -> None:
+        """Make (text, key, tokens) findable."""
+        rows = [(text, key, tokens, sign(text).to_bytes()) for text, key, tokens in texts]
+        self._index.add_texts(self._encoding, rows)
+
+    def is_registered(self, text: str) -> bool:
+        return self._index.find_text(self._encoding, text) is not None
+
+    def text_of(self, key: NodeKey) -> str | None:
+        """The registered text of a node."""
+        row = self._index.text_of(self._encoding, key)
+        return None if row is None else row.text
+
+    def find(self, content: str) -> FoundTexts:
+        """Every registered text that stands verbatim in ``content``, and near misses."""
+        with self._lock:
+            self._refresh()
+            recognition = self._recogniser.find(content)
+        nodes, near = [], []
+        for match in recognition.matches:
+            if (row := self._index.text(match.text_id)) is not None:
+                nodes.append(FoundNode(match.start, match.stop, row.key))
+        for miss in recognition.near:
+            if (row := self._index.text(miss.text_id)) is not None:
+                near.append(FoundNear(miss.start, miss.stop, miss.kind, row.key, row.tokens))
+        return FoundTexts(nodes, near)
+
+    def _refresh(self) -> None:
+        rows = self._index.signatures_after(self._encoding, self._last)
+        if rows:
+            self._recogniser.add((id, TextSignature.from_bytes(data)) for id, data in rows)
+            self._last = rows[-1][0]
+
+    def _text(self, id: TextId) -> str | None:
+        row = self._index.text(id)
+        return None if row is None else row.text

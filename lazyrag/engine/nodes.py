@@ -1,0 +1,126 @@
+"""Bringing a prompt's nodes into the pool: resident, from disk, or computed now. Never wrong KV."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from lazyrag_kernels.attention import Pages
+from lazyrag_kernels.kv_write import write_kv
+from lazyrag_kernels.rope import cos_sin
+
+from lazyrag.engine.encode import Encoder
+from lazyrag.engine.pool import PagePool, ResidentNode
+from lazyrag.engine.report import Origin, Reason, Tier
+from lazyrag.errors import StoreError
+from lazyrag.model.geometry import Geometry
+from lazyrag.prompt.segments import NodeRun
+from lazyrag.store import KVStore, LoadFailure, NewNode, StoredKV
+from lazyrag.types import NodeKey
+
+logger = logging.getLogger("lazyrag")
+
+
+class NodeLoader:
+    """Gets nodes from the store, or computes and stores them.
+
+    Args:
+        store: on disk.
+        encoding: digest of the encoding.
+        encoder: computes what the store does not have.
+    """
+
+    def __init__(self, store: KVStore, encoding: bytes, encoder: Encoder) -> None:
+        self._store = store
+        self._encoding = encoding
+        self._encoder = encoder
+
+    def load(self, run: NodeRun) -> tuple[StoredKV, Origin]:
+        """Raw KV of a node, checked, and where it came from."""
+        stored = self._store.load(run.key, run.ids)
+        if isinstance(stored, StoredKV):
+            return stored, Origin(Tier.DISK, stored.nbytes)
+        reason = {
+            LoadFailure.ABSENT: Reason.FIRST_USE if run.registered else Reason.NOT_STORED,
+            LoadFailure.MISSING: Reason.MISSING,
+            LoadFailure.DAMAGED: Reason.DAMAGED,
+        }[stored]
+        (kv,) = self._encoder.encode([run.ids])
+        try:
+            self._store.publish(self._encoding, [NewNode(run.key, kv, run.text)])
+        except StoreError as error:
+            logger.warning("node %s is used but not stored: %s", run.key, error)
+        return kv, Origin(Tier.NONE, 0, reason)
+
+
+class NodePlacer:
+    """Makes nodes resident: raw keys are rotated at their local position, once, into pages."""
+
+    def __init__(self, pool: PagePool, geometry: Geometry, loader: NodeLoader) -> None:
+        self._pool = pool
+        self._geometry = geometry
+        self._loader = loader
+
+    def acquire(
+        self, runs: Iterable[NodeRun], origins: dict[NodeKey, Origin]
+    ) -> dict[NodeKey, ResidentNode] | None:
+        """Every node resident and in use; None (and nothing held) when the pool has no room.
+
+        Args:
+            runs: the nodes; one may occur more than once.
+            origins: filled with where each node came from; an earlier entry (of an attempt that
+                found no room) stays.
+        """
+        held: dict[NodeKey, ResidentNode] = {}
+        complete = False
+        try:
+            missing: dict[NodeKey, NodeRun] = {}
+            for run in runs:  # residents first, so that making room cannot evict them
+                if run.key in held or run.key in missing:
+                    continue
+                resident = self._pool.acquire(run.key)
+                if resident is None:
+                    missing[run.key] = run
+                else:
+                    nbytes = resident.tokens * self._geometry.kv_bytes_per_token(self._pool.k.dtype)
+                    held[run.key] = resident
+                    origins.setdefault(run.key, Origin(Tier.DEVICE, nbytes))
+            for run in missing.values():
+                brought = self._bring(run)
+                if brought is None:
+                    return None
+                held[run.key], origin = brought
+                origins.setdefault(run.key, origin)
+            complete = True
+            return held
+        finally:
+            if not complete:
+                for key in held:
+                    self._pool.leave(key)
+
+    def _bring(self, run: NodeRun) -> tuple[ResidentNode, Origin] | None:
+        pages = self._pool.allocate(len(run.ids))
+        if pages is None:
+            return None
+        try:
+            kv, origin = self._loader.load(run)
+            write_node_kv(self._pool, self._geometry, kv, pages)
+        except BaseException:
+            self._pool.release(pages)
+            raise
+        return self._pool.admit(run.key, pages, len(run.ids)), origin
+
+
+def write_node_kv(pool: PagePool, geometry: Geometry, kv: StoredKV, pages: Pages) -> None:
+    """Fill a node's pages: raw keys rotated at their local position (invariant 2), values as is."""
+    device = pool.k.device
+    slots = pool.slots(pages, 0, len(kv.ids))
+    positions = torch.arange(len(kv.ids), device=device)
+    k, v = kv.k.to(device, pool.k.dtype), kv.v.to(device, pool.v.dtype)
+    tables = {
+        rotary: cos_sin(rotary, positions) for rotary in {layer.rotary for layer in geometry.layers}
+    }
+    for index, layer in enumerate(geometry.layers):
+        cos, sin = tables[layer.rotary]
+        write_kv(pool.k[index], pool.v[index], k[index], v[index], slots, cos, sin)

@@ -1,0 +1,135 @@
+"""One request, from its read prompt to its report."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lazyrag.engine.report import NodeReport, NodeStatus, Origin, Reason, ReuseReport, Tier
+from lazyrag.errors import RequestError
+from lazyrag.model.load import LoadedModel
+from lazyrag.prompt.read import NearNode, ReadPrompt
+from lazyrag.prompt.segments import NodeRun, PlacedPrompt, Run, as_live, end_live, place
+from lazyrag.types import GenerationOptions, NodeKey, Quality
+
+DEFAULT_NEW_TOKENS = 256
+
+_NEAR = {"changed": Reason.CHANGED, "cut": Reason.CUT}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A prompt placed and checked, ready to run.
+
+    Attributes:
+        prompt: what is live, what is reused, where.
+        known: the nodes of the prompt as read, before the quality setting made some of them live.
+        near: nodes the prompt almost holds.
+        options: how to decode.
+        new_tokens: at most this many are generated.
+        started: ``perf_counter`` when the call came in.
+        recognise_s: seconds from then until the prompt was read.
+    """
+
+    prompt: PlacedPrompt
+    known: tuple[tuple[NodeRun, int], ...]
+    near: tuple[NearNode, ...]
+    options: GenerationOptions
+    new_tokens: int
+    started: float
+    recognise_s: float
+
+    @classmethod
+    def from_prompt(
+        cls, read: ReadPrompt, options: GenerationOptions, model: LoadedModel, started: float
+    ) -> Request:
+        """Place the prompt and check that it fits the context window, before any work.
+
+        Raises:
+            RequestError: prompt and answer do not fit; says by how much.
+        """
+        recognise_s = time.perf_counter() - started
+        runs = end_live(read.runs)
+        known = tuple((node.run, node.offset) for node in place(runs).nodes)
+        if options.quality is Quality.FULL:
+            runs = as_live(runs)
+        prompt = place(runs)
+        return cls(
+            prompt=prompt,
+            known=known,
+            near=tuple(read.near),
+            options=options,
+            new_tokens=_new_tokens(prompt, options, runs, model),
+            started=started,
+            recognise_s=recognise_s,
+        )
+
+    @property
+    def ids(self) -> list[int]:
+        """Every id of the prompt (nodes first; the order does not matter to the sampler)."""
+        ids = [id for node in self.prompt.nodes for id in node.run.ids[: node.run.used]]
+        return ids + list(self.prompt.live_ids)
+
+    def report(self, origins: Mapping[NodeKey, Origin]) -> ReuseReport:
+        """The report as far as it is known before decoding.
+
+        Args:
+            origins: of every reused node; empty with ``quality="full"``.
+        """
+        report = ReuseReport(quality=self.options.quality, recognise_s=self.recognise_s)
+        report.tokens_computed = len(self.prompt.live_ids)
+        bytes_read: Counter[Tier] = Counter()
+        counted: set[NodeKey] = set()
+        for run, offset in self.known:
+            origin = origins.get(run.key, Origin(Tier.NONE, 0, Reason.QUALITY_FULL))
+            first_time = run.key not in counted
+            counted.add(run.key)
+            if first_time:
+                bytes_read[origin.tier] += origin.nbytes
+            if origin.reason is None:
+                report.tokens_reused += run.used
+            elif first_time and origin.reason is not Reason.QUALITY_FULL:
+                report.tokens_computed += len(run.ids)
+            status = NodeStatus.REUSED if origin.reason is None else NodeStatus.RECOMPUTED
+            report.nodes.append(
+                NodeReport(run.key, len(run.ids), offset, origin.tier, status, origin.reason)
+            )
+        report.bytes_by_tier = {tier: nbytes for tier, nbytes in bytes_read.items() if nbytes}
+        for near in self.near:
+            report.nodes.append(
+                NodeReport(
+                    near.key,
+                    near.tokens,
+                    near.before,
+                    Tier.NONE,
+                    NodeStatus.RECOMPUTED,
+                    _NEAR[near.kind],
+                )
+            )
+        report.nodes.sort(key=lambda node: node.offset)
+        return report
+
+
+def _new_tokens(
+    prompt: PlacedPrompt, options: GenerationOptions, runs: list[Run], model: LoadedModel
+) -> int:
+    window = model.geometry.max_positions
+    furthest = max(
+        [prompt.next_position]
+        + [position + 1 for position in prompt.live_positions]
+        + [node.offset + node.run.used for node in prompt.nodes]
+    )
+    if min([0, *prompt.live_positions, *(node.offset for node in prompt.nodes)]) < 0:
+        raise RequestError("a segment has a negative offset: positions start at 0.")
+    left = window - max(furthest, prompt.tokens)
+    wanted = options.max_new_tokens
+    if left < 1 or (wanted is not None and wanted > left):
+        asked = f" and {wanted:,} new tokens" if wanted is not None else ""
+        raise RequestError(
+            f"the prompt has {prompt.tokens:,} tokens{asked}; the context window of "
+            f"{model.name!r} is {window:,}. Retrieve fewer or shorter nodes, shorten the question, "
+            "or ask for fewer new tokens."
+        )
+    return min(DEFAULT_NEW_TOKENS, left) if wanted is None else wanted

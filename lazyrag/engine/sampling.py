@@ -1,0 +1,205 @@
+"""From logits to the next token, and the checks of what a caller may ask for."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from hashlib import blake2b
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from lazyrag.errors import LazyRagError, RequestError
+from lazyrag.types import GenerationOptions, Quality
+
+
+class Sampler:
+    """Chooses the tokens of one answer, in order.
+
+    A sampled token depends on the logits, the seed and the number of the step, and on nothing else
+    that was drawn: neither on other requests, nor on the device.
+
+    Args:
+        options: as `make_options` returns them.
+        prompt_ids: every id of the prompt, for the repetition penalty.
+
+    Attributes:
+        seed: of the random stream, also when ``options.seed`` is None; the same seed gives the same
+            answer again.
+    """
+
+    def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int]) -> None:
+        self.seed = secrets.randbits(32) if options.seed is None else int(options.seed)
+        self._greedy = options.temperature == 0
+        self._step = 0
+        self._warpers = [] if self._greedy else _warpers(options)
+        self._penalty: RepetitionPenaltyLogitsProcessor | None = None
+        if options.repetition_penalty != 1:
+            self._penalty = RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty))
+        self._seen = set() if self._penalty is None else set(prompt_ids)
+        self._seen_ids = torch.tensor([sorted(self._seen)], dtype=torch.long)
+
+    def next(self, logits: Tensor) -> int:
+        """Choose a token; with temperature 0 the likeliest, of equals the lowest id.
+
+        Args:
+            logits: ``[vocab]``, any float dtype, any device; not changed.
+
+        Raises:
+            LazyRagError: the logits hold NaN or +inf, or nothing but -inf.
+        """
+        top = logits.max()
+        if not torch.isfinite(top):
+            raise LazyRagError(
+                f"The model's logits are not finite (maximum {top.item()}) at token {self._step} "
+                "of the answer: its weights are damaged or its dtype overflows. Check the model "
+                "files, or load it with dtype='float32'."
+            )
+        scores = logits.float()[None]
+        if self._penalty is not None:
+            self._seen_ids = self._seen_ids.to(scores.device)
+            scores = self._penalty(self._seen_ids, scores)
+        token = int(scores.argmax()) if self._greedy else self._draw(scores)
+        self._step += 1
+        self._remember(token)
+        return token
+
+    def _draw(self, scores: Tensor) -> int:
+        # With 0 as the maximum, no temperature however small overflows.
+        scores = scores - scores.max()
+        for warp in self._warpers:
+            scores = warp(self._seen_ids, scores)
+        probabilities = scores[0].softmax(-1).double().cpu()
+        cumulative = probabilities.cumsum(0)
+        generator = torch.Generator().manual_seed(_step_seed(self.seed, self._step))
+        draw = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
+        token = int(torch.searchsorted(cumulative, draw, right=True))
+        return min(token, int(probabilities.nonzero()[-1]))
+
+    def _remember(self, token: int) -> None:
+        if self._penalty is not None and token not in self._seen:
+            self._seen.add(token)
+            self._seen_ids = torch.cat(
+                [self._seen_ids, self._seen_ids.new_tensor([[token]])], dim=1
+            )
+
+
+def make_options(
+    options: GenerationOptions | None, overrides: Mapping[str, Any]
+) -> GenerationOptions:
+    """Options with some fields replaced, as a call's keywords do it, checked.
+
+    ``quality`` may be a string, ``stop`` one string, a list or None.
+
+    Raises:
+        RequestError: an unknown name, or a value `validate` refuses.
+    """
+    names = [field.name for field in fields(GenerationOptions)]
+    unknown = sorted(set(overrides) - set(names))
+    if unknown:
+        quoted = ", ".join(f"'{name}'" for name in unknown)
+        raise RequestError(f"Unknown option {quoted}: there are {', '.join(names)}.")
+    made = replace(options or GenerationOptions(), **overrides)
+    made = replace(made, quality=_quality(made.quality), stop=_stop_tuple(made.stop))
+    validate(made)
+    return made
+
+
+def validate(options: GenerationOptions) -> None:
+    """Check every field.
+
+    Raises:
+        RequestError: with one sentence for each field that cannot be served.
+    """
+    wrong = [
+        f"{name} must be {rule}, not {value!r}."
+        for name, rule, holds in _RULES
+        if not holds(value := getattr(options, name))
+    ]
+    if wrong:
+        raise RequestError(" ".join(wrong))
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _strings(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(one, str) and one for one in value)
+
+
+_RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    (
+        "max_new_tokens",
+        "a whole number of at least 1, or None",
+        lambda v: v is None or (_whole(v) and v >= 1),
+    ),
+    ("temperature", "0 (greedy) or a positive number", lambda v: _number(v) and v >= 0),
+    (
+        "top_k",
+        "a whole number of at least 1, or None for off",
+        lambda v: v is None or (_whole(v) and v >= 1),
+    ),
+    (
+        "top_p",
+        "above 0 and at most 1, or None for off",
+        lambda v: v is None or (_number(v) and 0 < v <= 1),
+    ),
+    (
+        "min_p",
+        "between 0 and 1, or None for off",
+        lambda v: v is None or (_number(v) and 0 <= v <= 1),
+    ),
+    ("repetition_penalty", "a positive number (1 is off)", lambda v: _number(v) and v > 0),
+    ("seed", "a whole number, or None for a fresh one", lambda v: v is None or _whole(v)),
+    ("stop", "a tuple of strings, none of them empty", _strings),
+    ("quality", "a Quality", lambda v: isinstance(v, Quality)),
+    ("strict", "True or False", lambda v: isinstance(v, bool)),
+)
+
+
+def _quality(value: Any) -> Quality:
+    try:
+        return Quality(value)
+    except ValueError:
+        raise RequestError(f"Unknown quality {value!r}: use 'fast' or 'full'.") from None
+
+
+def _stop_tuple(value: Any) -> Any:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, Sequence) else value
+
+
+def _warpers(options: GenerationOptions) -> list[LogitsProcessor]:
+    chosen: list[LogitsProcessor] = [TemperatureLogitsWarper(float(options.temperature))]
+    if options.top_k is not None:
+        chosen.append(TopKLogitsWarper(int(options.top_k)))
+    if options.top_p is not None and options.top_p < 1:
+        chosen.append(TopPLogitsWarper(float(options.top_p)))
+    if options.min_p:
+        chosen.append(MinPLogitsWarper(float(options.min_p)))
+    return chosen
+
+
+def _step_seed(seed: int, step: int) -> int:
+    digest = blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

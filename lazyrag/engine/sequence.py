@@ -1,0 +1,90 @@
+"""One running request: where its tokens lie, and the step its next forward pass attends with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from lazyrag_kernels.attention import Batch, CpuStep, LiveSpan, NodeSpan, Pages, RequestRows
+from lazyrag_kernels.kv_write import write_kv
+from lazyrag_kernels.rope import Rotary, cos_sin
+from torch import Tensor
+
+from lazyrag.engine.pool import PagePool
+from lazyrag.model.geometry import Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class SeenNode:
+    """A resident node at its place in this request."""
+
+    pages: Pages
+    length: int
+    offset: int
+    first_row: int
+
+
+class PagedSequence:
+    """A request over the pool: nodes shared with others, live pages of its own."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        geometry: Geometry,
+        nodes: Sequence[SeenNode],
+        live_pages: Pages,
+        live_capacity: int,
+    ) -> None:
+        self._pool = pool
+        self._geometry = geometry
+        self._nodes = nodes
+        self.live_pages = live_pages
+        self._positions = torch.empty(live_capacity, dtype=torch.int64)
+        self._slots = pool.slots(live_pages, 0, live_capacity)
+        self._length = 0
+
+    def rows(self, positions: Sequence[int]) -> tuple[RequestRows, Tensor]:
+        """The next ``len(positions)`` live tokens as query rows, and their slots."""
+        first, self._length = self._length, self._length + len(positions)
+        self._positions[first : self._length] = torch.as_tensor(positions)
+        live = LiveSpan(self.live_pages, self._positions[: self._length], first)
+        nodes = tuple(
+            NodeSpan(node.pages, node.length, node.offset, max(0, node.first_row - first))
+            for node in self._nodes
+        )
+        return RequestRows(live, nodes), self._slots[first : self._length]
+
+    def step(self, positions: Sequence[int]) -> PagedStep:
+        """The attention of a forward pass over this request's next live tokens alone."""
+        return PagedStep(self._pool, self._geometry, [self.rows(positions)])
+
+
+class PagedStep:
+    """One forward pass: write live K and V into pages, attend lazily over everything visible.
+
+    Args:
+        pool, geometry: of the engine.
+        rows: query rows and their slots, one entry a request; tokens are packed in this order.
+    """
+
+    def __init__(
+        self, pool: PagePool, geometry: Geometry, rows: Sequence[tuple[RequestRows, Tensor]]
+    ) -> None:
+        batch = Batch(tuple(request for request, _ in rows), pool.page_size)
+        self._pool = pool
+        self._layers = geometry.layers
+        self._slots = torch.cat([slots for _, slots in rows])
+        self._positions = torch.cat([request.positions for request in batch.requests])
+        self._attention = CpuStep(batch, geometry.q_heads)
+        self._tables: dict[Rotary, tuple[Tensor, Tensor]] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `lazyrag.model.seam.AttentionStep`; one packed sequence."""
+        spec = self._layers[layer]
+        if spec.rotary not in self._tables:
+            self._tables[spec.rotary] = cos_sin(spec.rotary, self._positions.to(q.device))
+        k_pool, v_pool = self._pool.k[layer], self._pool.v[layer]
+        k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)
+        write_kv(k_pool, v_pool, k, v, self._slots, *self._tables[spec.rotary])
+        return self._attention.attend(q[0].transpose(0, 1), k_pool, v_pool, spec)[None]

@@ -1,0 +1,194 @@
+"""From what a caller hands over (text, messages, segments) to runs of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from lazyrag.errors import RequestError
+from lazyrag.prompt.segments import LiveRun, NodeRun, Run
+from lazyrag.prompt.template import Content, render_chat
+from lazyrag.prompt.tokenise import PromptTokenizer
+from lazyrag.types import Live, Node, NodeKey, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class FoundNode:
+    """``content[start:stop]`` is, letter by letter, the text of node ``key``."""
+
+    start: int
+    stop: int
+    key: NodeKey
+
+
+@dataclass(frozen=True, slots=True)
+class FoundNear:
+    """``content[start:stop]`` is the longest piece of the text of a node of ``tokens`` tokens."""
+
+    start: int
+    stop: int
+    kind: Literal["changed", "cut"]
+    key: NodeKey
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTexts:
+    """What was found in a content: nodes in order without overlap, and near misses."""
+
+    nodes: list[FoundNode]
+    near: list[FoundNear]
+
+
+class TextFinder(Protocol):
+    """Who knows the ingested texts."""
+
+    def find(self, content: str) -> FoundTexts:
+        """Every ingested text in ``content``."""
+        ...
+
+    def identify(self, text: str) -> tuple[NodeKey, tuple[int, ...]]:
+        """Key and ids of a text."""
+        ...
+
+    def is_registered(self, text: str) -> bool:
+        """Whether the text was ingested or is another form of an ingested one."""
+        ...
+
+    def text_of(self, key: NodeKey) -> str | None:
+        """The text of an ingested node."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NearNode:
+    """A node the prompt almost holds; ``before`` tokens of the prompt stand before the piece."""
+
+    key: NodeKey
+    tokens: int
+    kind: Literal["changed", "cut"]
+    before: int
+
+
+@dataclass(slots=True)
+class ReadPrompt:
+    """A prompt as runs of ids; ``near`` only explains misses, nothing of it is reused."""
+
+    runs: list[Run] = field(default_factory=list)
+    near: list[NearNode] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(run.used if isinstance(run, NodeRun) else len(run.ids) for run in self.runs)
+
+    def add_live(self, ids: Sequence[int], offset: int | None = None) -> None:
+        """Append live tokens; neighbours without an offset of their own become one run."""
+        last = self.runs[-1] if self.runs else None
+        if offset is None and isinstance(last, LiveRun):
+            self.runs[-1] = LiveRun((*last.ids, *ids), last.offset)
+        elif ids:
+            self.runs.append(LiveRun(tuple(ids), offset))
+
+
+class PromptReader:
+    """Reads prompts of one engine.
+
+    Args:
+        tokenizer: of the model.
+        finder: finds ingested texts.
+    """
+
+    def __init__(self, tokenizer: PromptTokenizer, finder: TextFinder) -> None:
+        self._tokenizer = tokenizer
+        self._finder = finder
+
+    def read_text(self, text: str) -> ReadPrompt:
+        """A raw prompt: the tokenizer's own opening (BOS, if any), then the text.
+
+        Raises:
+            RequestError: the text is empty.
+        """
+        if not text.strip():
+            raise RequestError("the prompt is empty.")
+        prompt = ReadPrompt()
+        prompt.add_live(self._tokenizer.bos_ids)
+        self._add_content(prompt, text)
+        return prompt
+
+    def read_chat(self, messages: Sequence[Mapping[str, str]]) -> ReadPrompt:
+        """Messages through the chat template; nodes are looked for inside each message.
+
+        Raises:
+            RequestError: no messages, no template, or the template refuses them.
+        """
+        if not any(message.get("content", "").strip() for message in messages):
+            raise RequestError("the messages are empty.")
+        prompt = ReadPrompt()
+        for piece in render_chat(self._tokenizer.tokenizer, messages):
+            if isinstance(piece, Content):
+                self._add_content(prompt, piece.text)
+            else:
+                prompt.add_live(self._tokenizer.encode_control(piece.text))
+        return prompt
+
+    def read_segments(self, segments: Iterable[Segment]) -> ReadPrompt:
+        """Segments exactly as given: nothing is added, live text is not searched for nodes.
+
+        Raises:
+            RequestError: a segment has both or none of its alternatives, or an unknown key.
+        """
+        prompt = ReadPrompt()
+        for number, segment in enumerate(segments):
+            if isinstance(segment, Live):
+                prompt.add_live(self._live_ids(segment, number), segment.offset)
+            else:
+                prompt.runs.append(self._node(segment, number))
+        if not prompt.tokens:
+            raise RequestError("the prompt is empty.")
+        return prompt
+
+    def _live_ids(self, segment: Live, number: int) -> Sequence[int]:
+        if (segment.text is None) == (segment.ids is None):
+            raise RequestError(f"segment {number}: a Live segment takes text or ids, one of them.")
+        if segment.text is None:
+            return segment.ids or ()
+        if segment.control:
+            return self._tokenizer.encode_control(segment.text)
+        return self._tokenizer.encode_text(segment.text)
+
+    def _node(self, segment: Node, number: int) -> NodeRun:
+        if (segment.text is None) == (segment.key is None):
+            raise RequestError(f"segment {number}: a Node segment takes key or text, one of them.")
+        text = segment.text
+        if text is None:
+            assert segment.key is not None
+            text = self._finder.text_of(segment.key)
+            if text is None:
+                raise RequestError(
+                    f"segment {number}: node {segment.key} is not in this store for this model. "
+                    "Ingest its text first (Engine.precompute returns the key)."
+                )
+        key, ids = self._finder.identify(text)
+        if not ids:
+            raise RequestError(f"segment {number}: the node's text is empty.")
+        registered = segment.text is None or self._finder.is_registered(text)
+        return NodeRun(key, ids, len(ids), segment.offset, text, registered)
+
+    def _add_content(self, prompt: ReadPrompt, content: str) -> None:
+        found = self._finder.find(content)
+        for miss in found.near:
+            before = prompt.tokens + len(self._tokenizer.encode_text(content[: miss.start]))
+            prompt.near.append(NearNode(miss.key, miss.tokens, miss.kind, before))
+        cursor = 0
+        for node in found.nodes:
+            text = content[node.start : node.stop]
+            key, ids = self._finder.identify(text)
+            if (
+                key != node.key
+            ):  # registered under another tokenizer build: any doubt means recompute
+                continue
+            prompt.add_live(self._tokenizer.encode_text(content[cursor : node.start]))
+            prompt.runs.append(NodeRun(key, ids, len(ids), text=text))
+            cursor = node.stop
+        prompt.add_live(self._tokenizer.encode_text(content[cursor:]))

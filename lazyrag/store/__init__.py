@@ -1,0 +1,18 @@
+"""KV on disk: one safetensors file a node, one sqlite index."""
+
+from lazyrag.store.format import StoredKV
+from lazyrag.store.index import TextRow
+from lazyrag.store.key import Encoding, node_key
+from lazyrag.store.store import KVStore, LoadFailure, NewNode, Problem, StoreStats
+
+__all__ = [
+    "Encoding",
+    "KVStore",
+    "LoadFailure",
+    "NewNode",
+    "Problem",
+    "StoreStats",
+    "StoredKV",
+    "TextRow",
+    "node_key",
+]

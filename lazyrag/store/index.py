@@ -1,0 +1,195 @@
+"""The sqlite index: which nodes are stored, and which texts stand for them.
+
+A node is listed only after its file is complete (`publish` writes the row last). Texts are
+registered per encoding; a text whose node is not stored yet is an alias, encoded at its first use.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from lazyrag.errors import StoreError
+from lazyrag.types import NodeKey, TextId
+
+SCHEMA_VERSION = 1
+
+_SCHEMA = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE nodes (
+    key BLOB PRIMARY KEY,
+    encoding BLOB NOT NULL,
+    tokens INTEGER NOT NULL,
+    bytes INTEGER NOT NULL,
+    created REAL NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE texts (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    encoding BLOB NOT NULL,
+    digest BLOB NOT NULL,
+    key BLOB NOT NULL,
+    tokens INTEGER NOT NULL,
+    text TEXT NOT NULL,
+    signature BLOB NOT NULL,
+    UNIQUE (encoding, digest)
+);
+CREATE INDEX texts_by_key ON texts (key);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    key: NodeKey
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextRow:
+    """A registered text; its node may not be stored yet."""
+
+    id: TextId
+    key: NodeKey
+    tokens: int
+    text: str
+
+
+class StoreIndex:
+    """Typed access to the index; safe to use from several threads and processes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.RLock()
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            self._db = sqlite3.connect(path, timeout=30, check_same_thread=False)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"cannot open the store's index {path}: {error}.") from error
+        self._migrate()
+
+    def _migrate(self) -> None:
+        with self._transaction() as db:
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                for statement in _SCHEMA.split(";"):
+                    db.execute(statement)
+                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            elif version != SCHEMA_VERSION:
+                raise StoreError(
+                    f"{self._path} has index version {version}, this lazyrag reads "
+                    f"{SCHEMA_VERSION}. Use the lazyrag that made it, or ingest into a new folder."
+                )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                with self._db:
+                    self._db.execute("BEGIN IMMEDIATE")
+                    yield self._db
+            except sqlite3.Error as error:
+                raise StoreError(f"the store's index {self._path} failed: {error}.") from error
+
+    def _rows(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        with self._lock:
+            try:
+                return self._db.execute(query, values).fetchall()
+            except sqlite3.Error as error:
+                raise StoreError(f"the store's index {self._path} failed: {error}.") from error
+
+    # nodes
+
+    def add_nodes(self, encoding: bytes, rows: Iterable[NodeRow]) -> None:
+        now = time.time()
+        with self._transaction() as db:
+            db.executemany(
+                "INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?)",
+                [(row.key.digest, encoding, row.tokens, row.bytes, now) for row in rows],
+            )
+
+    def remove_node(self, key: NodeKey) -> None:
+        with self._transaction() as db:
+            db.execute("DELETE FROM nodes WHERE key = ?", (key.digest,))
+
+    def node(self, key: NodeKey) -> NodeRow | None:
+        rows = self._rows("SELECT key, tokens, bytes FROM nodes WHERE key = ?", (key.digest,))
+        return _node_row(rows[0]) if rows else None
+
+    def nodes(self) -> list[NodeRow]:
+        return [_node_row(row) for row in self._rows("SELECT key, tokens, bytes FROM nodes")]
+
+    def totals(self) -> tuple[int, int, int]:
+        """Number of nodes, their tokens, their bytes."""
+        query = "SELECT COUNT(*), COALESCE(SUM(tokens), 0), COALESCE(SUM(bytes), 0) FROM nodes"
+        nodes, tokens, size = self._rows(query)[0]
+        return int(nodes), int(tokens), int(size)
+
+    # texts
+
+    def add_texts(self, encoding: bytes, rows: Iterable[tuple[str, NodeKey, int, bytes]]) -> None:
+        """Register (text, key, tokens, signature); a text already known keeps its row."""
+        with self._transaction() as db:
+            db.executemany(
+                "INSERT INTO texts (encoding, digest, key, tokens, text, signature) "
+                "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (encoding, digest) DO UPDATE SET "
+                "key = excluded.key, tokens = excluded.tokens, signature = excluded.signature "
+                "WHERE text = excluded.text AND key != excluded.key",
+                [
+                    (encoding, _digest(text), key.digest, tokens, text, signature)
+                    for text, key, tokens, signature in rows
+                ],
+            )
+
+    def text(self, id: TextId) -> TextRow | None:
+        rows = self._rows("SELECT id, key, tokens, text FROM texts WHERE id = ?", (id,))
+        return _text_row(rows[0]) if rows else None
+
+    def find_text(self, encoding: bytes, text: str) -> TextRow | None:
+        """The row of exactly this text."""
+        query = "SELECT id, key, tokens, text FROM texts WHERE encoding = ? AND digest = ?"
+        rows = self._rows(query, (encoding, _digest(text)))
+        row = _text_row(rows[0]) if rows else None
+        return row if row is not None and row.text == text else None
+
+    def text_of(self, encoding: bytes, key: NodeKey) -> TextRow | None:
+        """A text that stands for the node."""
+        query = "SELECT id, key, tokens, text FROM texts WHERE encoding = ? AND key = ? LIMIT 1"
+        rows = self._rows(query, (encoding, key.digest))
+        return _text_row(rows[0]) if rows else None
+
+    def signatures_after(self, encoding: bytes, last: int) -> list[tuple[TextId, bytes]]:
+        """(id, signature) of every text registered after row ``last``, oldest first."""
+        query = "SELECT id, signature FROM texts WHERE encoding = ? AND id > ? ORDER BY id"
+        return [(TextId(int(row[0])), bytes(row[1])) for row in self._rows(query, (encoding, last))]
+
+    def text_count(self) -> int:
+        return int(self._rows("SELECT COUNT(*) FROM texts")[0][0])
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+
+def _digest(text: str) -> bytes:
+    return xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
+
+
+def _node_row(row: tuple[Any, ...]) -> NodeRow:
+    key, tokens, size = row
+    return NodeRow(NodeKey(bytes(key)), int(tokens), int(size))
+
+
+def _text_row(row: tuple[Any, ...]) -> TextRow:
+    id, key, tokens, text = row
+    return TextRow(TextId(int(id)), NodeKey(bytes(key)), int(tokens), str(text))

@@ -1,0 +1,279 @@
+"""The commands end to end, with real models, Chroma and store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import FILES, Corpus, run, run_json
+from typer.testing import Result
+
+from lazyrag.cli import encode
+
+HEAVY = ("torch", "transformers", "llama_index", "chromadb", "sentence_transformers")
+
+
+def sentence(result: Result, *words: str) -> None:
+    """Exit code 1 and one sentence on stderr that holds ``words``; nothing on stdout."""
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert last.endswith(".")
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in last, last
+
+
+def files_below(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {
+        path: (path.stat().st_mtime_ns, path.stat().st_size)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_help_waits_for_no_heavy_package() -> None:
+    check = f"import sys, lazyrag.cli.main; print([m for m in {HEAVY} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert "ingest" in run("--help").stdout
+    assert run("--version").stdout.startswith("lazyrag ")
+
+
+def test_ingest_counts_what_it_did(corpus: Corpus) -> None:
+    summary = corpus.summary
+    assert (summary["read"], summary["unchanged"], summary["skipped"]) == (len(FILES), 0, [])
+    assert summary["chunks"] > len(FILES)
+    stats = run_json("store", "stats", "--index", corpus.index)
+    assert stats["nodes"] == summary["chunks"]
+    assert stats["tokens"] == summary["tokens"]
+    assert stats["bytes"] == summary["bytes"]
+
+
+def test_index_is_private(corpus: Corpus) -> None:
+    for path in (corpus.index, *corpus.index.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+def test_same_folder_again_writes_nothing(corpus: Corpus) -> None:
+    before = files_below(corpus.index)
+    summary = corpus.ingest()
+    assert (summary["read"], summary["unchanged"], summary["bytes"]) == (0, len(FILES), 0)
+    changed = {
+        path.name for path, at in files_below(corpus.index).items() if before.get(path) != at
+    }
+    assert not {name for name in changed if not name.startswith(("lazyrag.lock", "index.sqlite-"))}
+    shown = run("ingest", corpus.docs, "--index", corpus.index)
+    assert "Nothing was written." in shown.stdout
+
+
+def test_ask_as_json(corpus: Corpus) -> None:
+    question = "Who is the keeper of the lighthouse?"
+    answer = run_json("ask", question, "--index", corpus.index, "-k", "3", "--max-new-tokens", "16")
+    assert set(answer) == {"answer", "sources", "report"}
+    assert answer["answer"]
+    first = answer["sources"][0]
+    assert set(first) == {"file", "score", "text"}
+    assert first["file"] == "lighthouse.md"
+    assert "Marta Ekholm" in first["text"]
+    report = answer["report"]
+    assert (report["nodes_reused"], report["nodes_recomputed"]) == (3, 0)
+    assert {"version", "tokens_reused", "tokens_computed", "bytes_by_tier", "ttft_s"} <= set(report)
+
+
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+def test_ask_for_people(corpus: Corpus, stream: tuple[str, ...]) -> None:
+    result = run(
+        "ask", "When does the ferry leave?", "--index", corpus.index, "-k", "2",
+        "--max-new-tokens", "8", *stream,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    answer, sources = result.stdout.split("\nSources:\n")
+    assert answer.strip()
+    assert "1. ferry.txt (" in sources
+    assert "2 of 2 nodes reused" in sources
+
+
+def test_chat_remembers_and_says_what_was_reused(corpus: Corpus) -> None:
+    lines = "When does the ferry leave?\n\nAnd {braces}?\n" + "word " * 9000 + "\n/new\n/quit\nno\n"
+    result = run("chat", "--index", corpus.index, "-k", "2", "--max-new-tokens", "8", input=lines)
+    assert result.exit_code == 0, result.output
+    reports = [line for line in result.stdout.splitlines() if line.startswith("[")]
+    assert len(reports) == 2
+    assert all("2 of 2 nodes reused" in report for report in reports)
+    assert "the question has 9" in result.stderr
+
+
+def test_damaged_file_is_found_recomputed_and_reported(copied: Corpus) -> None:
+    verify = ("store", "verify", "--index", copied.index)
+    assert run_json(*verify)["problems"] == []
+    for file in (copied.index / "kv" / "nodes").rglob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-100] ^= 1
+        file.write_bytes(data)
+    found = run(*verify, "--json")
+    assert found.exit_code == 1
+    problems = json.loads(found.stdout)["problems"]
+    assert len(problems) == copied.summary["chunks"]
+    assert {problem["reason"] for problem in problems} == {"checksum differs"}
+    ask = ("ask", "When does the ferry leave?", "--index", copied.index, "-k", "2")
+    report = run_json(*ask, "--max-new-tokens", "4")["report"]
+    assert [node["reason"] for node in report["nodes"]] == ["damaged", "damaged"]
+    again = run_json(*ask, "--max-new-tokens", "4")["report"]
+    assert again["nodes_reused"] == 2
+
+
+def test_lost_store_is_filled_again(copied: Corpus) -> None:
+    for path in (copied.index / "kv").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    summary = copied.ingest()
+    assert summary["repaired"] == copied.summary["chunks"]
+    assert run_json("store", "stats", "--index", copied.index)["nodes"] == copied.summary["chunks"]
+
+
+def test_changed_deleted_and_bad_files(tmp_path: Path) -> None:
+    docs, index = tmp_path / "docs", tmp_path / "index"
+    docs.mkdir()
+    for name in ("a.md", "b.md", "c.md", "d.md"):
+        (docs / name).write_text(f"This is the text of {name}, which nobody has read before.")
+    (docs / "bad.txt").write_bytes(b"\x00\x01")
+    (docs / "latin.txt").write_bytes(b"caf\xe9")
+    (docs / "empty.txt").touch()
+    (docs / "blank.txt").write_text(" \n")
+    (docs / "picture.png").write_bytes(b"\x89PNG")
+    ingest = ("ingest", docs, docs / "gone.md", "--index", index)
+    first = run_json(*ingest)
+    assert first["read"] == 4
+    reasons = {Path(skipped["file"]).name: skipped["reason"] for skipped in first["skipped"]}
+    assert set(reasons) == {"bad.txt", "latin.txt", "empty.txt", "blank.txt", "gone.md"}
+    assert first["unsupported"] == {".png": 1}
+    assert [row["file"] for row in _sources(index)] == ["a.md", "b.md", "c.md", "d.md"]
+
+    (docs / "a.md").write_text("The text of a.md is another one now, and twice.\n" * 2)
+    (docs / "b.md").unlink()
+    (docs / "c.md").write_text("")
+    second = run_json(*ingest)
+    assert (second["read"], second["unchanged"], second["removed"]) == (1, 1, 2)
+    rows = _sources(index)
+    assert [row["file"] for row in rows] == ["a.md", "d.md"]
+    assert "another one now" in rows[0]["text"]
+    assert run_json(*ingest)["read"] == 0
+
+
+def _sources(index: Path) -> list[dict[str, str]]:
+    """What Chroma holds, by file."""
+    from lazyrag.cli.vectors import Vectors
+
+    nodes = Vectors(index / "chroma").nodes()
+    rows = [{"file": n.metadata["file_name"], "text": n.get_content()} for n in nodes]
+    return sorted(rows, key=lambda row: row["file"])
+
+
+def test_nothing_readable_makes_no_index(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_bytes(b"\x00")
+    result = run("ingest", tmp_path / "docs", tmp_path / "no.md", "--index", tmp_path / "index")
+    assert result.exit_code == 1
+    assert "Skipped" in result.stderr
+    assert "binary data" in result.stderr
+    assert "no.md: does not exist" in result.stderr
+    assert "nothing was ingested" in result.stderr
+    assert not (tmp_path / "index").exists()
+
+
+def test_too_little_space_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 MB of text; the disk is asked through a stand-in, because no test can fill a real one."""
+    line = "The quick brown fox jumps over the lazy dog and goes on to the next hill.\n"
+    (tmp_path / "big.txt").write_text(line * (5_000_000 // len(line)))
+    usage = type("usage", (), {"free": 10_000_000_000})
+    monkeypatch.setattr(encode.shutil, "disk_usage", lambda path: usage)
+    result = run("ingest", tmp_path / "big.txt", "--index", tmp_path / "index")
+    sentence(result, "GB", "10.0 GB are free", "nothing was written")
+    assert "tokens to compute" in result.stderr
+    assert not (tmp_path / "index").exists()
+
+
+def test_index_of_another_model_is_refused(corpus: Corpus, copied: Corpus) -> None:
+    for option, value, had in (
+        ("--model", "some/other", "smollm2"),
+        ("--embedding", "some/other", "minilm"),
+        ("--chunk-size", "128", "96"),
+        ("--dtype", "float32", "float16"),
+    ):
+        sentence(run("ingest", corpus.docs, "--index", corpus.index, option, value), value, had)
+    file = copied.index / "lazyrag.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({**settings, "weights_digest": "0" * 64}))
+    sentence(run("ask", "x", "--index", copied.index), "smollm2", "0" * 12)
+
+
+@pytest.mark.parametrize(
+    "command", [("ask", "Why?"), ("chat",), ("store", "stats"), ("store", "verify")]
+)
+def test_missing_and_damaged_index(tmp_path: Path, command: tuple[str, ...]) -> None:
+    sentence(run(*command, "--index", tmp_path / "no"), "there is no index", "lazyrag ingest")
+    assert not (tmp_path / "no").exists()
+    (tmp_path / "lazyrag.json").write_text("{")
+    sentence(run(*command, "--index", tmp_path), "damaged", "lazyrag.json")
+
+
+def test_questions_that_cannot_be_asked(corpus: Corpus) -> None:
+    sentence(run("ask", " \n", "--index", corpus.index), "question is empty")
+    long = run("ask", "word " * 9000, "--index", corpus.index)
+    sentence(long, "the question has 9,0", "8,192")
+
+
+def test_damaged_chroma_is_one_sentence(copied: Corpus) -> None:
+    (copied.index / "chroma" / "chroma.sqlite3").write_bytes(b"no database" * 1000)
+    sentence(run("ask", "x", "--index", copied.index), "Chroma database", "lazyrag ingest")
+
+
+def test_interrupted_ingestion_leaves_whole_nodes_and_goes_on(tmp_path: Path) -> None:
+    docs, index = tmp_path / "docs", tmp_path / "index"
+    docs.mkdir()
+    for n in range(12):
+        (docs / f"{n}.md").write_text(
+            " ".join(f"Stone {n}.{i} lies on hill {i * n}." for i in range(60))
+        )
+    command = [sys.executable, "-m", "lazyrag.cli.main", "ingest", str(docs), "--index", str(index)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
+    )
+    deadline = time.monotonic() + 120
+    while not list(index.glob("kv/nodes/*/*.safetensors")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Interrupted" in errors
+    assert "Traceback" not in errors
+    assert run_json("store", "verify", "--index", index)["problems"] == []
+    done = run_json("ingest", docs, "--index", index)
+    assert done["read"] == 12
+    assert run_json("ingest", docs, "--index", index)["unchanged"] == 12
+
+
+def test_env_says_what_a_bug_report_needs() -> None:
+    facts = run_json("env")
+    assert facts["packages"]["torch"] != "not installed"
+    assert facts["default models"] == {"smollm2": "found", "minilm": "found"}
+    shown = run("env").stdout
+    assert "free disk" in shown
+    assert str(Path.home()) not in shown
+
+
+def test_documented_help_is_the_help() -> None:
+    """docs/cli.md is made by ``python -m lazyrag.cli.reference``; run it again when this fails."""
+    from lazyrag.cli.reference import render
+
+    page = Path(__file__).parents[2] / "docs" / "cli.md"
+    assert render() in page.read_text()

@@ -1,0 +1,41 @@
+"""Fixtures for every test: a private cache folder, tiny checkpoints, no network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["ANONYMIZED_TELEMETRY"] = "False"
+
+import pytest
+
+from tests.support.tiny import save_tiny
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """No test touches the user's cache; dequantised weights are kept between runs if asked to."""
+    before = os.environ.get("LAZYRAG_CACHE")
+    kept = os.environ.get("LAZYRAG_TEST_CACHE")
+    path = Path(kept) if kept else tmp_path_factory.mktemp("cache")
+    os.environ["LAZYRAG_CACHE"] = str(path)
+    yield path
+    if before is None:
+        del os.environ["LAZYRAG_CACHE"]
+    else:
+        os.environ["LAZYRAG_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function from the name of a tiny checkpoint to its folder, made once a session."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = save_tiny(tmp_path_factory.mktemp(name) / name, name)
+        return made[name]
+
+    return get
