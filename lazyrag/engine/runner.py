@@ -106,7 +106,8 @@ class Runner:
                 if not self._pages_came_back.wait(deadline - time.monotonic()):
                     raise RequestError(
                         "the KV pool is still full of other running requests after "
-                        f"{WAIT_S:.0f} s. Close streams you no longer read, or give the engine more pool_bytes."
+                        f"{WAIT_S:.0f} s. Close streams you no longer read, or give the engine "
+                        "more pool_bytes."
                     )
             return started
 

@@ -86,7 +86,10 @@ def block_layout(prompt: PlacedPrompt, sink: tuple[int, ...]) -> Layout:
 
 @torch.inference_mode()
 def eager_logits(model: PreTrainedModel, layout: Layout) -> Tensor:
-    """Scores behind every live token, fp32 [live tokens, vocab]; the model is left as it was."""
+    """Scores behind every live token, fp32 [live tokens, vocab], on the CPU.
+
+    The model is left as it was.
+    """
     device = model.device
     with _eager(model, layout.positions.to(device)):
         output = model(
@@ -96,7 +99,7 @@ def eager_logits(model: PreTrainedModel, layout: Layout) -> Tensor:
             use_cache=False,
         )
     scores: Tensor = output.logits[0, layout.live.to(device)]
-    return scores.float()
+    return scores.float().cpu()
 
 
 def _masks(model: PreTrainedModel, layout: Layout) -> Tensor | dict[str, Tensor]:

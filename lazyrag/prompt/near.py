@@ -162,7 +162,7 @@ def _lay(text: Codes, content: Codes, origin: int, gap: int, limits: Int) -> _Ov
     breaks = np.concatenate([[-1], np.flatnonzero(~equal), [len(equal)]])
     pieces = np.diff(breaks) - 1
     longest = int(pieces.argmax())
-    end = min(64, max(16, size // 20))
+    end = min(64, max(8, size // 20))
     head = np.count_nonzero(equal[: max(0, end - (start - origin))])
     tail = np.count_nonzero(equal[max(0, size - end - (start - origin)) :])
     return _Overlay(
@@ -172,6 +172,6 @@ def _lay(text: Codes, content: Codes, origin: int, gap: int, limits: Int) -> _Ov
         start + int(breaks[longest + 1]),
         int(pieces[0]) if start == origin else 0,
         int(pieces[-1]) if stop == origin + size else 0,
-        bool(2 * head >= end),
-        bool(2 * tail >= end),
+        bool(2 * head > end),
+        bool(2 * tail > end),
     )

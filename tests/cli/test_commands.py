@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import FILES, Corpus, run, run_json
 from typer.testing import Result
 
 from lazyrag.cli import encode
+from tests.cli.support import FILES, Corpus, run, run_json
 
 HEAVY = ("torch", "transformers", "llama_index", "chromadb", "sentence_transformers")
 

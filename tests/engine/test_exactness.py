@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,12 +22,14 @@ from torch import Tensor
 from lazyrag.engine import runner as runner_module
 from lazyrag.engine.engine import Engine
 from lazyrag.model import oracle
+from lazyrag.model.oracle import eager_logits
 from lazyrag.prompt.segments import PlacedPrompt, Run, end_live, place
 from lazyrag.types import Live, Node, Quality, Segment
 from tests.support.close import assert_close, assert_far
 from tests.support.tiny import CONFIGS
 
 TOLERANCE = 1e-5
+DEVICE = os.environ.get("LAZYRAG_TEST_DEVICE", "cpu")
 LENGTHS = (1, 15, 16, 17, 63, 300)
 SINKS = ("none", "template")
 
@@ -40,7 +43,9 @@ def engine_for(checkpoint, tmp_path_factory) -> EngineFor:
     def get(name: str, sink: str) -> Engine:
         if (name, sink) not in made:
             store = tmp_path_factory.mktemp("store")
-            engine = Engine.from_pretrained(checkpoint(name), store=store, sink=sink)
+            engine = Engine.from_pretrained(
+                checkpoint(name), store=store, sink=sink, device=DEVICE, dtype="float32"
+            )
             engine._pool.k.fill_(float("nan"))
             engine._pool.v.fill_(float("nan"))
             made[name, sink] = engine
@@ -83,7 +88,7 @@ def lazy_logits(engine: Engine, segments: list[Segment], quality: Quality = Qual
         engine.precompute([s.text for s in segments if isinstance(s, Node)])
         captured.clear()
         engine.generate(segments, max_new_tokens=1, quality=quality)
-    return torch.cat(captured)
+    return torch.cat(captured).cpu()
 
 
 def prompts(count: int) -> list[list[Segment]]:
@@ -129,7 +134,7 @@ def test_lazy_equals_the_block_mask(engine_for: EngineFor, name: str, sink: str)
     engine = engine_for(name, sink)
     for number, segments in enumerate(prompts(8)):
         layout = oracle.block_layout(read(engine, segments), engine.encoding.sink)
-        expected = oracle.eager_logits(engine._model.model, layout)
+        expected = eager_logits(engine._model.model, layout)
         actual = lazy_logits(engine, segments)
         assert_close(f"{name} {number}", expected, actual, TOLERANCE)
         wrong = lazy_logits(engine, shifted(segments, engine))
@@ -160,7 +165,7 @@ def test_one_node_alone_equals_causal_attention(engine_for: EngineFor, name: str
     segments: list[Segment] = [Node(text=text(length, 8)), live(5, 9)]
     placed = read(engine, segments)
     ids = [*placed.nodes[0].run.ids, *placed.live_ids]
-    expected = oracle.eager_logits(engine._model.model, oracle.causal_layout(ids))[length:]
+    expected = eager_logits(engine._model.model, oracle.causal_layout(ids))[length:]
     assert_close(name, expected, lazy_logits(engine, segments), TOLERANCE)
     wrong = lazy_logits(engine, shifted(segments, engine))
     assert_far(f"{name} twin", expected, wrong, TOLERANCE)
@@ -177,7 +182,7 @@ def test_a_node_behind_its_sink_equals_causal_attention(
     segments: list[Segment] = [Live(ids=sink), Node(text=text(length, 8)), live(5, 9)]
     placed = read(engine, segments)
     ids = [*sink, *placed.nodes[0].run.ids, *placed.live_ids[len(sink) :]]
-    expected = oracle.eager_logits(engine._model.model, oracle.causal_layout(ids))
+    expected = eager_logits(engine._model.model, oracle.causal_layout(ids))
     actual = lazy_logits(engine, segments)
     keep = torch.tensor([*range(len(sink)), *range(len(sink) + length, len(ids))])
     assert_close(name, expected[keep], actual, TOLERANCE)
@@ -193,12 +198,12 @@ def test_nothing_reused_equals_full_attention(engine_for: EngineFor, name: str):
     placed = read(engine, segments)
     full = lazy_logits(engine, segments, Quality.FULL)
     ids = [id for run in engine._reader.read_segments(segments).runs for id in run.ids]
-    expected = oracle.eager_logits(engine._model.model, oracle.causal_layout(ids))
+    expected = eager_logits(engine._model.model, oracle.causal_layout(ids))
     assert placed.tokens == len(ids)
     assert_close(f"{name} full", expected, full, TOLERANCE)
     unknown: list[Segment] = [live(70, 5)]
     assert isinstance(unknown[0], Live) and unknown[0].ids
-    expected = oracle.eager_logits(engine._model.model, oracle.causal_layout(list(unknown[0].ids)))
+    expected = eager_logits(engine._model.model, oracle.causal_layout(list(unknown[0].ids)))
     assert_close(f"{name} unknown", expected, lazy_logits(engine, unknown), TOLERANCE)
     wrong = lazy_logits(
         engine, [Live(ids=unknown[0].ids[:35]), Live(ids=unknown[0].ids[35:], offset=36)]
@@ -221,7 +226,7 @@ def test_a_prompt_that_ends_with_a_node(engine_for: EngineFor):
     node = Node(text=text(33, 4))
     placed = read(engine, [node])
     assert [n.run.used for n in placed.nodes] == [32]
-    expected = oracle.eager_logits(
+    expected = eager_logits(
         engine._model.model, oracle.causal_layout(list(placed.nodes[0].run.ids))
     )
     assert_close("ends with a node", expected[-1:], lazy_logits(engine, [node]), TOLERANCE)
@@ -250,5 +255,5 @@ def test_free_offsets(engine_for: EngineFor, offset: int):
         Live(ids=live(4, 3).ids, offset=offset + 20),
     ]
     layout = oracle.block_layout(read(engine, segments), engine.encoding.sink)
-    expected = oracle.eager_logits(engine._model.model, layout)
+    expected = eager_logits(engine._model.model, layout)
     assert_close("free offsets", expected, lazy_logits(engine, segments), TOLERANCE)

@@ -1,4 +1,6 @@
-"""Lazy attention on the CPU: no node's K or V is copied, the query is rotated per segment.
+"""Lazy attention in plain torch: no node's K or V is copied, the query is rotated per segment.
+
+Made for the CPU; it runs on any device torch knows, and is the path wherever no kernel is.
 
 A step is planned once (`CpuStep`) and used by every layer. Rows are cut into tiles, so that the
 scores of a tile stay small however long the prompt is. Per tile and contiguous slot range there is
@@ -77,25 +79,26 @@ class CpuStep:
             [rows, q_heads, head_dim].
         """
         out = torch.empty_like(q)
-        tables = self._tables_for(layer.rotary)
-        masks = self._masks_for(layer.window)
+        tables = self._tables_for(layer.rotary, q.device)
+        masks = self._masks_for(layer.window, q.device)
         for tile, (cos, sin), mask in zip(self._tiles, tables, masks, strict=True):
             _attend_tile(
                 tile, q[tile.rows], k_pool, v_pool, cos, sin, mask, layer.scale, out[tile.rows]
             )
         return out
 
-    def _tables_for(self, rotary: Rotary) -> list[tuple[Tensor, Tensor]]:
+    def _tables_for(self, rotary: Rotary, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         if rotary not in self._tables:
             self._tables[rotary] = [
-                cos_sin(rotary, tile.positions[None, :] - tile.offsets[:, None])
+                cos_sin(rotary, (tile.positions[None, :] - tile.offsets[:, None]).to(device))
                 for tile in self._tiles
             ]
         return self._tables[rotary]
 
-    def _masks_for(self, window: int | None) -> list[Tensor | None]:
+    def _masks_for(self, window: int | None, device: torch.device) -> list[Tensor | None]:
         if window not in self._masks:
-            self._masks[window] = [_hidden(tile, window) for tile in self._tiles]
+            hidden = [_hidden(tile, window) for tile in self._tiles]
+            self._masks[window] = [None if mask is None else mask.to(device) for mask in hidden]
         return self._masks[window]
 
 
@@ -175,7 +178,7 @@ def _attend_tile(
     # [segments, rows, q_heads, head_dim] -> [segments, kv_heads, rows * group, head_dim]
     rotated = rotate(q.float() * scale, cos.unsqueeze(2), sin.unsqueeze(2)).to(q.dtype)
     rotated = rotated.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-    scores = torch.empty(kv_heads, rows * group, tile.keys, dtype=q.dtype)
+    scores = torch.empty(kv_heads, rows * group, tile.keys, dtype=q.dtype, device=q.device)
     for span in tile.ranges:
         above = span.first_row * group
         k = k_pool[span.slots].permute(1, 2, 0)  # [kv_heads, head_dim, slots], a view
@@ -187,7 +190,7 @@ def _attend_tile(
         by_row = scores[:, :, columns].unflatten(1, (rows, group))
         by_row.masked_fill_(hidden[:, None], float("-inf"))
     weights = scores.softmax(dim=-1)
-    sums = torch.zeros(kv_heads, rows * group, head_dim, dtype=q.dtype)
+    sums = torch.zeros_like(rotated[0])
     for span in tile.ranges:
         above = span.first_row * group
         v = v_pool[span.slots].permute(1, 0, 2)  # [kv_heads, slots, head_dim], a view

@@ -44,9 +44,10 @@ def cos_sin(rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
         positions: int64 [...], may be negative (n - S_d with free offsets).
 
     Returns:
-        Two fp32 tensors [..., rotary_dim / 2].
+        Two fp32 tensors [..., rotary_dim / 2] on the device of ``positions``.
     """
-    angles = positions.to(torch.float64).unsqueeze(-1) * rotary.inv_freq.to(torch.float64)
+    inv_freq = rotary.inv_freq.to(device=positions.device, dtype=torch.float64)
+    angles = positions.to(torch.float64).unsqueeze(-1) * inv_freq
     return angles.cos().to(torch.float32), angles.sin().to(torch.float32)
 
 

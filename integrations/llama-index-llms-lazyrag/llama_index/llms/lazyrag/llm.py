@@ -50,6 +50,16 @@ def _completion_call(method: F) -> F:
     return cast(F, llm_completion_callback()(method))
 
 
+class _Held:
+    """Keeps an engine out of deep copies: a copied LLM uses the same weights and store."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
+        return self
+
+
 class LazyKVLLM(CustomLLM):
     """Answers with a local model; ingested nodes in the prompt are reused wherever they stand.
 
@@ -117,7 +127,7 @@ class LazyKVLLM(CustomLLM):
         description="Other generation options for every call: min_p, repetition_penalty, strict.",
     )
 
-    _engine: Engine = PrivateAttr()
+    _held: _Held = PrivateAttr()
 
     def __init__(
         self,
@@ -144,21 +154,24 @@ class LazyKVLLM(CustomLLM):
             model=os.fspath(model), store=None if store is None else os.fspath(store), **options
         )
         self._options({})
-        self._engine = engine or Engine.shared(
-            self.model,
-            store=self.store,
-            device=self.device,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
-            sink=self.sink,
+        self._held = _Held(
+            engine
+            or Engine.shared(
+                self.model,
+                store=self.store,
+                device=self.device,
+                dtype=self.dtype,
+                kv_dtype=self.kv_dtype,
+                sink=self.sink,
+            )
         )
-        window = self._engine.context_window
+        window = self.engine.context_window
         if self.context_window is not None and not 0 < self.context_window <= window:
             raise RequestError(
                 f"context_window is {self.context_window}, but {self.model} reads 1 to {window} "
                 "tokens; give a number within that, or leave it out."
             )
-        if self._engine.has_chat_template and not (
+        if self.engine.has_chat_template and not (
             self.messages_to_prompt is generic_messages_to_prompt
             and self.completion_to_prompt is default_completion_to_prompt
         ):
@@ -175,15 +188,15 @@ class LazyKVLLM(CustomLLM):
     @property
     def engine(self) -> Engine:
         """The engine behind this LLM, possibly shared."""
-        return self._engine
+        return self._held.engine
 
     @property
     def metadata(self) -> LLMMetadata:
         """What LlamaIndex plans prompts with."""
         return LLMMetadata(
-            context_window=self.context_window or self._engine.context_window,
+            context_window=self.context_window or self.engine.context_window,
             num_output=self.max_tokens,
-            is_chat_model=self._engine.has_chat_template,
+            is_chat_model=self.engine.has_chat_template,
             is_function_calling_model=False,
             model_name=self.model,
         )
@@ -193,7 +206,7 @@ class LazyKVLLM(CustomLLM):
 
         They only ask for the length; without it they count with another model's tokenizer.
         """
-        return list(range(self._engine.count_tokens(text)))
+        return list(range(self.engine.count_tokens(text)))
 
     @_completion_call
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -253,12 +266,6 @@ class LazyKVLLM(CustomLLM):
         deltas = self._astream(self._conversation(messages), kwargs)
         return responses.achat_chunks(deltas, collectors())
 
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> LazyKVLLM:
-        """A copy with the same engine: weights and store are not copied."""
-        memo = {} if memo is None else memo
-        memo[id(self._engine)] = self._engine
-        return super().__deepcopy__(memo)
-
     def __getstate__(self) -> dict[str, Any]:
         """The fields only; unpickling finds or loads the engine again."""
         state = dict(BaseModel.__getstate__(self))
@@ -288,13 +295,13 @@ class LazyKVLLM(CustomLLM):
     def _completion(self, prompt: str, formatted: bool) -> str | Messages:
         if formatted:
             return prompt
-        if self._engine.has_chat_template:
+        if self.engine.has_chat_template:
             return [{"role": "user", "content": prompt}]
         return self.completion_to_prompt(prompt) if self.completion_to_prompt else prompt
 
     def _conversation(self, messages: Sequence[ChatMessage]) -> str | Messages:
         texts = engine_messages(messages)
-        if self._engine.has_chat_template or self.messages_to_prompt is None:
+        if self.engine.has_chat_template or self.messages_to_prompt is None:
             return texts
         return self.messages_to_prompt(messages)
 
@@ -311,7 +318,7 @@ class LazyKVLLM(CustomLLM):
         LlamaIndex has filled the context window but for a few tokens of the chat template.
         """
         options = self._options(arguments)
-        start = self._engine.stream if isinstance(prompt, str) else self._engine.stream_chat
+        start = self.engine.stream if isinstance(prompt, str) else self.engine.stream_chat
         try:
             return start(prompt, options)  # type: ignore[arg-type]
         except RequestError:
