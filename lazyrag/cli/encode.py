@@ -143,7 +143,7 @@ class Ingestion:
         estimate = engine.estimate(texts)
         needed = estimate.bytes + ROW_BYTES * len(texts)
         known = (
-            f" ({plural(estimate.already_stored, 'passage')} known)"
+            f" ({estimate.already_stored:,} stored already, or the same as another)"
             if estimate.already_stored
             else ""
         )

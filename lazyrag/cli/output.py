@@ -102,7 +102,7 @@ def require_text(text: str, what: str) -> str:
     """
     stripped = text.strip()
     if not stripped:
-        raise RequestError(f"the {what} is empty; write one between quotes")
+        raise RequestError(f"the {what} is empty; write one between quotes.")
     return stripped
 
 

@@ -6,7 +6,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from lazyrag.engine import doctor
 from lazyrag.engine.encode import Encoder
 from lazyrag.engine.generation import Generation, GenerationStream
 from lazyrag.engine.ingest import IngestEstimate, Ingestor
@@ -29,7 +30,16 @@ from lazyrag.errors import RequestError
 from lazyrag.model.load import LoadedModel, load_model
 from lazyrag.prompt.read import PromptReader, ReadPrompt
 from lazyrag.store import Encoding, KVStore
-from lazyrag.types import GenerationOptions, KVDType, NodeKey, NodeText, Prompt
+from lazyrag.types import (
+    GenerationOptions,
+    KVDType,
+    Live,
+    Node,
+    NodeKey,
+    NodeText,
+    Prompt,
+    Quality,
+)
 
 PAGE_SIZE = 16
 """Tokens a page."""
@@ -119,12 +129,17 @@ class Engine:
             pool_bytes: memory for KV in use and for idle nodes; None = chosen from the machine.
             tenant: nodes of one tenant are never served to another.
 
+        The first use of a checkpoint runs a self-check of a second or two: attention over placed
+        nodes must equal the model's own.
+
         Raises:
-            ModelError: the model cannot be loaded or is not supported.
+            ModelError: the model cannot be loaded, is not supported or fails the self-check.
             StoreError: the store cannot be opened.
         """
+        loaded = load_model(os.fspath(model), device=device, dtype=dtype)
+        doctor.check(loaded)
         return cls(
-            load_model(os.fspath(model), device=device, dtype=dtype),
+            loaded,
             store=store,
             kv_dtype=kv_dtype,
             sink=sink,
@@ -189,6 +204,11 @@ class Engine:
     def count_tokens(self, text: str) -> int:
         """Tokens of a text as a node or as live text."""
         return len(self._model.tokenizer.encode_text(text))
+
+    def token_ids(self, prompt: Prompt | Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of a prompt as this engine reads it (invariant 4: segment by segment)."""
+        runs = self._read(prompt).runs
+        return [id for run in runs for id in run.ids]
 
     # ingestion
 
@@ -263,9 +283,7 @@ class Engine:
         self, prompt: Prompt, options: GenerationOptions | None = None, **overrides: Any
     ) -> GenerationStream:
         """As `generate`, piece by piece. Errors of the request are raised here, before any work."""
-        if isinstance(prompt, str):
-            return self._start(lambda: self._reader.read_text(prompt), options, overrides)
-        return self._start(lambda: self._reader.read_segments(prompt), options, overrides)
+        return self._start(prompt, options, overrides)
 
     def stream_chat(
         self,
@@ -274,20 +292,58 @@ class Engine:
         **overrides: Any,
     ) -> GenerationStream:
         """As `chat`, piece by piece. Errors of the request are raised here, before any work."""
-        return self._start(lambda: self._reader.read_chat(messages), options, overrides)
+        return self._start(messages, options, overrides)
 
     def _start(
         self,
-        read: Callable[[], ReadPrompt],
+        prompt: Prompt | Sequence[Mapping[str, str]],
         options: GenerationOptions | None,
         overrides: Mapping[str, Any],
     ) -> GenerationStream:
-        start = time.perf_counter()
+        started = time.perf_counter()
         chosen = make_options(options, overrides)
-        request = Request.from_prompt(read(), chosen, self._model, start)
+        request = Request.from_prompt(self._read(prompt), chosen, self._model, started)
         self._runner.check_fits(request)
-        work: Generator[str, None, Generation] = self._runner.run(request)
-        return GenerationStream(work)
+        return GenerationStream(self._runner.run(request))
+
+    def _read(self, prompt: Prompt | Sequence[Mapping[str, str]]) -> ReadPrompt:
+        if isinstance(prompt, str):
+            return self._reader.read_text(prompt)
+        segments = [part for part in prompt if isinstance(part, Live | Node)]
+        messages = [part for part in prompt if isinstance(part, Mapping)]
+        if len(segments) == len(prompt):
+            return self._reader.read_segments(segments)
+        if len(messages) == len(prompt):
+            return self._reader.read_chat(messages)
+        raise RequestError(
+            "a prompt is a string, a list of Live and Node segments, or a list of messages "
+            "with role and content."
+        )
+
+    def score(
+        self,
+        prompt: Prompt | Sequence[Mapping[str, str]],
+        answer: str,
+        *,
+        quality: Quality | str = Quality.FAST,
+    ) -> list[float]:
+        """Log-probability (natural) of each token of an answer behind a prompt or conversation.
+
+        Args:
+            prompt: as for `generate`, or messages as for `chat`.
+            answer: the text to score.
+            quality: see `Quality`.
+
+        Raises:
+            RequestError: the answer is empty, or prompt and answer do not fit.
+        """
+        ids = self._model.tokenizer.encode_text(answer)
+        if not ids:
+            raise RequestError("the answer to score is empty.")
+        options = make_options(None, {"quality": quality, "max_new_tokens": len(ids)})
+        request = Request.from_prompt(self._read(prompt), options, self._model, time.perf_counter())
+        self._runner.check_fits(request)
+        return self._runner.score(request, ids)
 
     # life
 

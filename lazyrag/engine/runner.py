@@ -92,9 +92,28 @@ class Runner:
             generation = yield from self._decode(request, started.sequence, report)
             return generation
         finally:
-            with self._lock:
-                started.release()
-                self._pages_came_back.notify_all()
+            self._end(started)
+
+    @torch.inference_mode()
+    def score(self, request: Request, answer: Sequence[int]) -> list[float]:
+        """Log-probability of each id of ``answer``, given the prompt and the ids before it."""
+        started = self._begin(request)
+        try:
+            first = self._prefill(request, started.sequence)[None]
+            start = request.prompt.next_position
+            positions = range(start, start + len(answer) - 1)
+            rest = self._forward(answer[:-1], positions, started.sequence, rows=len(answer) - 1)
+            scores = torch.cat((first, rest)).log_softmax(dim=-1)
+            chosen = torch.tensor(answer, device=scores.device)[:, None]
+            result: list[float] = scores.gather(1, chosen)[:, 0].tolist()
+            return result
+        finally:
+            self._end(started)
+
+    def _end(self, started: _Started) -> None:
+        with self._lock:
+            started.release()
+            self._pages_came_back.notify_all()
 
     def _begin(self, request: Request) -> _Started:
         if request.options.quality is Quality.MATERIALIZED:
@@ -179,7 +198,7 @@ class Runner:
                 break
             if len(token_ids) == request.new_tokens:
                 break
-            logits = self._forward([token], [position], sequence)
+            logits = self._forward([token], [position], sequence)[0]
             position += 1
         elapsed = time.perf_counter() - first
         if len(token_ids) > 1 and elapsed > 0:
@@ -193,17 +212,23 @@ class Runner:
         logits = torch.empty(0)
         for first in range(0, len(ids), PREFILL_TOKENS):
             chunk = slice(first, first + PREFILL_TOKENS)
-            logits = self._forward(ids[chunk], positions[chunk], sequence)
+            logits = self._forward(ids[chunk], positions[chunk], sequence)[0]
         return logits
 
     def _forward(
-        self, ids: Sequence[int], positions: Sequence[int], sequence: RunningSequence
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        sequence: RunningSequence,
+        rows: int = 1,
     ) -> torch.Tensor:
-        """Scores [vocab] behind the last of ``ids``."""
+        """Scores [rows, vocab] behind the last ``rows`` of ``ids``."""
+        if not ids:
+            return torch.empty(0, self._model.model.config.vocab_size, device=self._model.device)
         with self._lock:
             tokens = torch.tensor([ids], dtype=torch.int64, device=self._model.device)
             hidden = seam.hidden_states(self._model.model, tokens, sequence.step(positions))
-            return seam.logits(self._model.model, hidden[0, -1])
+            return seam.logits(self._model.model, hidden[0, -rows:])
 
 
 def _check_strict(request: Request, report: ReuseReport) -> None:

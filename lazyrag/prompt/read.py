@@ -122,7 +122,7 @@ class PromptReader:
         Raises:
             RequestError: no messages, no template, or the template refuses them.
         """
-        if not any(message.get("content", "").strip() for message in messages):
+        if not any(str(message.get("content") or "").strip() for message in messages):
             raise RequestError("the messages are empty.")
         prompt = ReadPrompt()
         for piece in render_chat(self._tokenizer.tokenizer, messages):

@@ -1,0 +1,111 @@
+"""Page bookkeeping: exact page numbers, reference counts, eviction order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lazyrag_kernels.attention import AttentionLayer
+from lazyrag_kernels.rope import Rotary
+
+from lazyrag.engine.pool import PageAllocator, PagePool
+from lazyrag.model.geometry import Geometry
+from lazyrag.types import NodeKey
+
+
+def key(number: int) -> NodeKey:
+    return NodeKey(number.to_bytes(32, "big"))
+
+
+@pytest.fixture
+def pool() -> PagePool:
+    layer = AttentionLayer(1.0, Rotary(torch.ones(2)))
+    geometry = Geometry((layer,), 2, 1, 4, 100, b"")
+    return PagePool(geometry, pages=8, page_size=4, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_pages_are_contiguous_while_possible():
+    allocator = PageAllocator(10)
+    first, second, third = (allocator.allocate(count) for count in (3, 2, 4))
+    assert (first, second, third) == ((0, 1, 2), (3, 4), (5, 6, 7, 8))
+    assert allocator.free == 1
+    allocator.release(second)
+    assert allocator.allocate(1) == (9,)  # the smallest extent that fits
+    allocator.release(first)
+    assert allocator.allocate(5) == (0, 1, 2, 3, 4)  # neighbours have joined
+    assert allocator.allocate(1) is None
+
+
+def test_scattered_pages_are_used_when_no_run_is_long_enough():
+    allocator = PageAllocator(6)
+    held = [allocator.allocate(1) for _ in range(6)]
+    for pages in (held[0], held[2], held[3], held[5]):
+        allocator.release(pages)
+    assert allocator.allocate(4) == (0, 2, 3, 5)
+
+
+@pytest.mark.parametrize("pages", [(2,), (0,), (99,), (-1,)])
+def test_a_free_or_foreign_page_is_not_released(pages):
+    allocator = PageAllocator(4)
+    allocator.allocate(2)
+    allocator.release((0,))
+    with pytest.raises(ValueError, match="not in use"):
+        allocator.release(pages)
+
+
+@given(st.lists(st.integers(1, 6), max_size=40), st.randoms(use_true_random=False))
+def test_no_page_is_lost_or_handed_out_twice(counts, random):
+    allocator = PageAllocator(20)
+    held: list[tuple[int, ...]] = []
+    for count in counts:
+        if held and random.random() < 0.4:
+            allocator.release(held.pop(random.randrange(len(held))))
+        pages = allocator.allocate(count)
+        used = {page for one in held for page in one}
+        if pages is None:
+            assert count > 20 - len(used)
+        else:
+            assert len(set(pages)) == count and not used & set(pages)
+            assert pages == tuple(sorted(pages))
+            held.append(pages)
+        assert allocator.free == 20 - sum(map(len, held))
+    for pages in held:
+        allocator.release(pages)
+    assert allocator.allocate(20) == tuple(range(20))
+
+
+def test_the_least_recently_used_idle_node_goes_first(pool: PagePool):
+    for number in range(3):
+        pool.admit(key(number), pool.allocate(8), 8)
+    for number in range(3):
+        pool.leave(key(number))
+    pool.acquire(key(0))
+    pool.leave(key(0))  # 1 is now the oldest
+    pages = pool.allocate(12)  # 2 free pages, 1 must go
+    assert pages == (2, 3, 6)
+    assert [key(n) in pool for n in range(3)] == [True, False, True]
+
+
+def test_a_node_in_use_is_never_evicted(pool: PagePool):
+    pool.admit(key(1), pool.allocate(16), 16)
+    pool.admit(key(2), pool.allocate(16), 16)
+    pool.leave(key(2))
+    assert pool.allocate(20) is None
+    assert key(2) in pool, "an allocation that cannot succeed evicts nothing"
+    assert pool.allocate(16) == (4, 5, 6, 7)
+    assert key(1) in pool and key(2) not in pool
+
+
+def test_users_are_counted(pool: PagePool):
+    pool.admit(key(1), pool.allocate(4), 4)
+    assert pool.acquire(key(1)).users == 2
+    pool.leave(key(1))
+    pool.leave(key(1))
+    with pytest.raises(ValueError, match="not in use"):
+        pool.leave(key(1))
+
+
+def test_slots_follow_the_pages(pool: PagePool):
+    assert pool.slots((5, 2), 0, 6).tolist() == [20, 21, 22, 23, 8, 9]
+    assert pool.slots((5, 2), 3, 2).tolist() == [23, 8]
