@@ -20,8 +20,8 @@ CORPUS = HERE / "corpus"
 INDEX = HERE.parent / ".demo-index"
 NEEDED = 1_500_000_000
 QUESTIONS = (
-    "What does the Zen of Python say one should do in the face of ambiguity?",
-    "How does PEP 604 write the union of int and str?",
+    "What is a generator expression?",
+    "Why were parentheses proposed for import statements?",
 )
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     llm, index = step_open()
     query_engine = index.as_query_engine(llm=llm, similarity_top_k=5)
     for number, question in enumerate(QUESTIONS, 1):
-        say(f"\n== Question {number} of {len(QUESTIONS)} (about 5 to 15 seconds)")
+        say(f"\n== Question {number} of {len(QUESTIONS)} (about 3 to 10 seconds)")
         ask(query_engine, question)
     step_reorder(llm, index, QUESTIONS[-1])
     say(f"\nDone in {time.monotonic() - begun:.0f} seconds.")
@@ -103,7 +103,7 @@ def step_reorder(llm: Any, index: Any, question: str) -> None:
         ) -> list[NodeWithScore]:
             return nodes[::-1]
 
-    say("\n== Step 3: the last question again, its passages in reverse order (about 5 seconds)")
+    say("\n== Step 3: the last question again, its passages in reverse order (about 3 to 10 seconds)")
     before = stored(llm)
     options = {"similarity_top_k": 5, "node_postprocessors": [Reverse()]}
     report = ask(index.as_query_engine(llm=llm, **options), question)

@@ -92,7 +92,15 @@ def _flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
+def _flip_tensor(path: Path, offset: int) -> None:
+    """One bit of tensor data: only the checksum can tell (k first, then v, then ids)."""
+    header = int.from_bytes(path.read_bytes()[:8], "little")
+    _flip(path, 8 + header + offset)
+
+
 DAMAGE = {
+    "flipped bit of k": lambda path: _flip_tensor(path, 20),
+    "flipped bit of v": lambda path: _flip_tensor(path, 120),
     "flipped bit at the end": lambda path: _flip(path, -1),
     "flipped bit in the middle": lambda path: _flip(path, path.stat().st_size // 2),
     "flipped bit in the header": lambda path: _flip(path, 12),
