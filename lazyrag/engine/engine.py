@@ -210,6 +210,10 @@ class Engine:
         runs = self._read(prompt).runs
         return [id for run in runs for id in run.ids]
 
+    def key_of(self, text: str) -> NodeKey:
+        """The key of a text as a node, whether or not it is stored."""
+        return self._library.identify(text)[0]
+
     # ingestion
 
     def estimate(self, texts: Iterable[str | NodeText]) -> IngestEstimate:

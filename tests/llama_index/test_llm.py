@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from llama_index.core.base.llms.types import (
     AudioBlock,
+    CacheControl,
     CachePoint,
     ChatMessage,
+    CompletionResponse,
     ImageBlock,
     MessageRole,
     TextBlock,
@@ -27,6 +29,12 @@ from lazyrag import Engine, GenerationOptions, Quality, RequestError
 
 PROMPT = "Say the days of the week."
 MESSAGES = [ChatMessage(role="user", content=PROMPT)]
+
+
+def token_count(answer: CompletionResponse) -> int:
+    """How many tokens an answer has."""
+    assert isinstance(answer.raw, dict)
+    return len(answer.raw["token_ids"])
 
 
 async def collected(stream: AsyncIterator[Any]) -> list[Any]:
@@ -73,8 +81,9 @@ def test_report_and_raw_are_plain_json(llm: LazyKVLLM) -> None:
     assert report["nodes"] == []
     assert report["tokens_computed"] > 0
     assert report["ttft_s"] > 0
+    assert answer.raw is not None
     assert answer.raw["finish_reason"] == "length"
-    assert len(answer.raw["token_ids"]) == 8
+    assert token_count(answer) == 8
 
 
 def test_formatted_prompt_gets_no_template(llm: LazyKVLLM, engine: Engine) -> None:
@@ -103,8 +112,8 @@ def test_arguments_of_a_call_win(llm: LazyKVLLM) -> None:
     )  # fmt: skip
     assert with_arguments(base, {"stop": None, "temperature": None}).stop == ()
     assert with_arguments(base, {"stop": ["a", "b"]}).stop == ("a", "b")
-    assert len(llm.complete(PROMPT, max_tokens=3).raw["token_ids"]) == 3
-    assert len(llm.complete(PROMPT, max_new_tokens=2).raw["token_ids"]) == 2
+    assert token_count(llm.complete(PROMPT, max_tokens=3)) == 3
+    assert token_count(llm.complete(PROMPT, max_new_tokens=2)) == 2
     full = llm.complete(PROMPT, quality="full", max_tokens=2)
     assert full.additional_kwargs["lazyrag"]["quality"] == "full"
 
@@ -120,8 +129,10 @@ def test_stop_strings_end_every_form_and_never_show(engine: Engine) -> None:
     llm = LazyKVLLM(engine=engine, max_tokens=12, stop=stop)
     assert llm.stop == [stop]
     expected = whole[: whole.index(stop)]
-    assert llm.complete(PROMPT).text == expected
-    assert llm.complete(PROMPT).raw["finish_reason"] == "stop"
+    stopped = llm.complete(PROMPT)
+    assert stopped.text == expected
+    assert stopped.raw is not None
+    assert stopped.raw["finish_reason"] == "stop"
     assert "".join(chunk.delta or "" for chunk in llm.stream_complete(PROMPT)) == expected
     assert llm.complete(PROMPT, stop=[]).text == whole
 
@@ -158,7 +169,7 @@ def test_blocks_that_are_not_text_are_refused_by_name(llm: LazyKVLLM) -> None:
         role="user",
         blocks=[
             TextBlock(text="a"),
-            CachePoint(cache_control={"type": "ephemeral"}),
+            CachePoint(cache_control=CacheControl(type="x")),
             TextBlock(text="b"),
         ],
     )
@@ -266,7 +277,12 @@ def test_leaving_an_async_stream_stops_the_work(llm: LazyKVLLM, monkeypatch: Any
     def watched(*args: Any, **kwargs: Any) -> Any:
         stream = start(*args, **kwargs)
         close = stream.close
-        monkeypatch.setattr(stream, "close", lambda: (close(), closed.append(time.monotonic())))
+
+        def close_and_tell() -> None:
+            close()
+            closed.append(time.monotonic())
+
+        monkeypatch.setattr(stream, "close", close_and_tell)
         return stream
 
     monkeypatch.setattr(llm.engine, "stream_chat", watched)

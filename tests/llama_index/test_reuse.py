@@ -134,6 +134,24 @@ def test_changed_node_is_told_and_strict_refuses_it(
     SummaryIndex(nodes).as_query_engine(llm=strict).query(QUESTION)
 
 
+def test_node_cut_by_a_full_window_is_told(llm: LazyKVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`compact` fills the window and cuts where it is full, in the middle of a node."""
+    flocks = [
+        " ".join(f"Gull {n} of flock {flock} has eaten {n * flock} fish." for n in range(12))
+        for flock in (7, 11, 13)
+    ]
+    nodes = [TextNode(text=text) for text in flocks]
+    LazyKVTransform(llm)(nodes)
+    monkeypatch.setattr("llama_index.core.global_tokenizer", llm.tokenizer)
+    small = llm.model_copy(update={"context_window": 900})
+    with collect_reports() as reports:
+        SummaryIndex(nodes).as_query_engine(llm=small).query("How many fish?")
+    assert len(reports) > 1
+    statuses = [str(node.reason or node.status) for report in reports for node in report.nodes]
+    assert "reused" in statuses
+    assert set(statuses) == {"reused", "cut"}
+
+
 def test_from_documents_and_settings(llm: LazyKVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     text = " ".join(f"Lamp number {n} of the pier shines {n} nights a year." for n in range(40))
     monkeypatch.setattr(Settings, "_llm", llm)
@@ -175,7 +193,7 @@ def test_pipeline_cache_depends_on_what_the_kv_depends_on(
     cache = IngestionCache()
     for made in (transform, LazyKVTransform(other)):
         pipeline = IngestionPipeline(transformations=[made], cache=cache)
-        assert [node.text for node in pipeline.run(nodes=nodes)] == [node.text for node in nodes]
+        assert list(pipeline.run(nodes=nodes)) == nodes
     assert other.engine.store.stats().nodes == len(nodes)
 
 

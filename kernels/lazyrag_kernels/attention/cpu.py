@@ -7,7 +7,8 @@ scores of a tile stay small however long the prompt is. Per tile and contiguous 
 one batched product into a shared score buffer, one softmax over all keys, and one batched product
 per range that accumulates the output:
 
-    scores  [kv_heads, tile_rows * group, keys]      keys = node ranges, then live ranges
+    scores  [kv_heads, tile_rows * group, keys]      keys = node ranges, then live ranges; the
+                                                     tile's own tokens are the last columns
 """
 
 from __future__ import annotations
@@ -45,8 +46,6 @@ class _Tile:
     offsets: Tensor  # int64 [segments]; live text is the last segment, offset 0
     ranges: tuple[_Range, ...]
     keys: int
-    live_columns: slice
-    live_seen: int  # live slots the first row of the tile sees
     key_positions: Tensor  # int64 [keys]
 
 
@@ -137,8 +136,6 @@ def _tiles(request: RequestRows, first: int, page_size: int, q_heads: int) -> li
                 offsets=offsets,
                 ranges=tuple(ranges),
                 keys=column,
-                live_columns=slice(column - live_length, column),
-                live_seen=live.first_slot + start + 1,
                 key_positions=torch.cat([positions for *_, positions in segments]),
             )
         )
@@ -146,18 +143,17 @@ def _tiles(request: RequestRows, first: int, page_size: int, q_heads: int) -> li
 
 
 def _hidden(tile: _Tile, window: int | None) -> Tensor | None:
-    """Bool [tile_rows, columns]: keys a row must not see; None when there is nothing to hide.
+    """Bool [tile_rows, columns]: keys a row must not see, for the last columns of the tile.
 
-    Without a window only live columns can be hidden from a row (causality), and only they are
-    listed; with a window all columns are.
+    Without a window these are the tile's own live tokens (causality): every row sees all columns
+    before them. With a window all columns are listed. None when there is nothing to hide.
     """
     rows = tile.positions.numel()
-    live = tile.live_columns.stop - tile.live_columns.start
-    causal = torch.arange(live) >= tile.live_seen + torch.arange(rows)[:, None]
+    causal = torch.ones(rows, rows, dtype=torch.bool).triu(1)
     if window is None:
         return causal if rows > 1 else None
     hidden = tile.positions[:, None] - tile.key_positions[None, :] >= window
-    hidden[:, tile.live_columns] |= causal
+    hidden[:, -rows:] |= causal
     return hidden
 
 
@@ -172,7 +168,7 @@ def _attend_tile(
     scale: float,
     out: Tensor,
 ) -> None:
-    rows, q_heads, head_dim = q.shape
+    rows, q_heads = q.shape[:2]
     kv_heads = k_pool.shape[1]
     group = q_heads // kv_heads
     # [segments, rows, q_heads, head_dim] -> [segments, kv_heads, rows * group, head_dim]
@@ -186,10 +182,9 @@ def _attend_tile(
         if above:
             scores[:, :above, span.columns] = float("-inf")
     if hidden is not None:
-        columns = slice(tile.keys - hidden.shape[1], tile.keys)
-        by_row = scores[:, :, columns].unflatten(1, (rows, group))
+        by_row = scores[:, :, -hidden.shape[1] :].unflatten(1, (rows, group))
         by_row.masked_fill_(hidden[:, None], float("-inf"))
-    weights = scores.softmax(dim=-1)
+    weights = torch.softmax(scores, dim=-1, out=scores)
     sums = torch.zeros_like(rotated[0])
     for span in tile.ranges:
         above = span.first_row * group
