@@ -59,6 +59,10 @@ class Quality(StrEnum):
     MATERIALIZED = "materialized"
 
 
+DEFAULT_SINK = "documents"
+"""What nodes are encoded behind unless told otherwise; the names are in `lazyrag.engine.sink`."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeText:
     """A text to ingest, in the exact form in which it will reach the model.

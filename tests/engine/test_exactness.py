@@ -31,7 +31,7 @@ from tests.support.tiny import CONFIGS
 TOLERANCE = 1e-5
 DEVICE = os.environ.get("LAZYRAG_TEST_DEVICE", "cpu")
 LENGTHS = (1, 15, 16, 17, 63, 300)
-SINKS = ("none", "template")
+SINKS = ("none", "template", "documents")
 
 EngineFor = Callable[[str, str], Engine]
 
@@ -108,11 +108,12 @@ def prompts(count: int) -> list[list[Segment]]:
 
 
 def shifted(segments: list[Segment], engine: Engine) -> list[Segment]:
-    """The last node one position off; everything else where it was."""
+    """The longest node one position off; everything else where it was."""
     placed = read(engine, segments)
-    last = max(i for i, s in enumerate(segments) if isinstance(s, Node))
-    moved = replace(segments[last], offset=placed.nodes[-1].offset + 1)
-    return [*segments[:last], moved, *segments[last + 1 :]]
+    nodes = [i for i, segment in enumerate(segments) if isinstance(segment, Node)]
+    longest = max(range(len(nodes)), key=lambda i: len(placed.nodes[i].run.ids))
+    index, offset = nodes[longest], placed.nodes[longest].offset
+    return [*segments[:index], replace(segments[index], offset=offset + 1), *segments[index + 1 :]]
 
 
 @pytest.mark.parametrize("sink", SINKS)

@@ -1,0 +1,40 @@
+"""Which ids stand before a node while it is encoded."""
+
+from __future__ import annotations
+
+import pytest
+
+from lazyrag.engine.sink import sink_ids
+from lazyrag.prompt.tokenise import PromptTokenizer
+from tests.support.tiny import CHATML, tiny_tokenizer
+
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}"
+    "{% endif %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+)
+HEADING = "Documents:\n\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "sink", "expected"),
+    [
+        (CHATML, "none", ""),
+        (CHATML, "template", "system\nBe brief.\nuser\n"),
+        (
+            CHATML,
+            "documents",
+            "system\nAnswer the question with the help of the documents.\nuser\n" + HEADING,
+        ),
+        (CHATML, "My own <|im_start|> text", "My own <|im_start|> text"),
+        (NO_SYSTEM, "documents", "user\n" + HEADING),
+        (NO_SYSTEM, "template", "user\n"),
+        (None, "documents", HEADING),
+        (None, "template", ""),
+    ],
+)
+def test_sinks(template: str | None, sink: str, expected: str):
+    tokenizer = PromptTokenizer(tiny_tokenizer(template))
+    ids = sink_ids(sink, tokenizer)
+    assert tokenizer.decode(ids) == expected
+    if sink.startswith("My own"):
+        assert not set(ids) & tokenizer.control_ids
