@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lazyrag.errors import LazyRagError, ModelError, RequestError, StoreError
+from lazyrag.types import KVDType
 
 FORMAT_VERSION = 1
 SETTINGS_FILE = "lazyrag.json"
@@ -24,8 +25,7 @@ DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDING = "minilm"
 DEFAULT_CHUNK_SIZE = 384
 DEFAULT_CHUNK_OVERLAP = 32
-DEFAULT_SINK = "template"
-DEFAULT_KV_DTYPE = "float16"
+DEFAULT_KV_DTYPE = KVDType.FLOAT16.value
 """Half the bytes that a model computing in float32 would need."""
 
 

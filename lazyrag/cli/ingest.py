@@ -17,7 +17,6 @@ from lazyrag.cli.index import (
     DEFAULT_EMBEDDING,
     DEFAULT_KV_DTYPE,
     DEFAULT_MODEL,
-    DEFAULT_SINK,
     Index,
     IndexSettings,
     check_same,
@@ -35,7 +34,7 @@ from lazyrag.cli.output import (
 )
 from lazyrag.cli.plan import Plan, make_plan
 from lazyrag.errors import RequestError
-from lazyrag.types import KVDType
+from lazyrag.types import DEFAULT_SINK, KVDType
 
 SMALLEST_CHUNK = 64
 
@@ -92,7 +91,7 @@ def ingest(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="What passages see before them while encoded: template, none, or a text.",
+            help="What passages see before them while encoded: documents, template, none, or a text.",
             show_default=DEFAULT_SINK,
         ),
     ] = None,

@@ -355,6 +355,10 @@ class Engine:
 
     def close(self) -> None:
         """Give the store (and a temporary folder) back. The engine cannot be used afterwards."""
+        with Engine._shared_lock:
+            for key, engine in list(Engine._shared.items()):
+                if engine is self:
+                    del Engine._shared[key]
         with self._lock:
             self.store.close()
             if self._temporary is not None:

@@ -536,6 +536,10 @@ def test_shared_gives_the_same_engine_for_the_same_settings(checkpoint, tmp_path
     assert Engine.shared(folder, store=str(tmp_path / "x" / ".." / "kv")) is first
     assert Engine.shared(folder, store=tmp_path / "kv", sink="none") is not first
     assert Engine.shared(folder, store=tmp_path / "kv2") is not first
+    first.close()
+    second = Engine.shared(folder, store=tmp_path / "kv")
+    assert second is not first
+    assert second.precompute([text(1)])
 
 
 def test_without_a_store_kv_lives_in_a_temporary_folder(checkpoint):

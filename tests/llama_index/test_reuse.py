@@ -180,7 +180,7 @@ def test_pipeline_cache_depends_on_what_the_kv_depends_on(
         "model": engine.model_name,
         "weights_digest": engine.weights_digest,
         "store": str(engine.store.path),
-        "sink": "template",
+        "sink": engine.sink,
         "kv_dtype": "float32",
     }.items():
         assert data[name] == value

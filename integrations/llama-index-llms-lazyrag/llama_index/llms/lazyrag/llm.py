@@ -32,7 +32,7 @@ from llama_index.llms.lazyrag.reports import collectors
 
 from lazyrag import Engine, Generation, GenerationStream
 from lazyrag.errors import RequestError
-from lazyrag.types import GenerationOptions
+from lazyrag.types import DEFAULT_SINK, GenerationOptions
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -98,8 +98,8 @@ class LazyKVLLM(CustomLLM):
     dtype: str = Field(default="auto", description="What the model computes in.")
     kv_dtype: str = Field(default="model", description="How K and V are kept on disk.")
     sink: str = Field(
-        default="template",
-        description="What nodes see before them while encoded: template, none, or a text.",
+        default=DEFAULT_SINK,
+        description="What nodes see before them while encoded: documents, template, none, a text.",
     )
     quality: str = Field(
         default="fast", description="fast reuses every known node, full computes everything."
