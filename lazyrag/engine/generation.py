@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal
 
 from lazyrag.engine.report import ReuseReport
@@ -70,10 +69,5 @@ class GenerationStream(Iterator[str]):
     def __enter__(self) -> GenerationStream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
