@@ -15,5 +15,8 @@ class StoreError(LazyRagError):
     """The KV store cannot be opened, read or written (damaged, no space, another format)."""
 
 
-class RequestError(LazyRagError, ValueError):
-    """A request cannot be served as asked: bad argument, prompt too long, empty input."""
+class RequestError(LazyRagError):
+    """A request cannot be served as asked: bad argument, prompt too long, empty input.
+
+    Not a ValueError: frameworks catch those and go on with an empty answer.
+    """

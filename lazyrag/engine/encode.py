@@ -13,23 +13,45 @@ from lazyrag.model import seam
 from lazyrag.model.load import LoadedModel
 from lazyrag.store.format import StoredKV
 
-BATCH_TOKENS = 2048
+BATCH_TOKENS = 1024
 """Padded tokens of one forward pass: bounds the memory of ingestion."""
 
 
 class _EncodeStep:
-    """Dense causal attention behind the sink; keeps every layer's raw K and V."""
+    """Dense causal attention behind the sink; keeps every layer's raw K and V of each sequence.
+
+    Args:
+        model: a loaded checkpoint.
+        prefix: per layer raw K and V of the sink; None = no sink.
+        lengths: tokens of each sequence of the batch.
+        dtype: in which K and V are kept.
+    """
 
     def __init__(
-        self, model: LoadedModel, prefix: list[tuple[Tensor, Tensor]] | None, dtype: torch.dtype
+        self,
+        model: LoadedModel,
+        prefix: list[tuple[Tensor, Tensor]] | None,
+        lengths: Sequence[int],
+        dtype: torch.dtype,
     ) -> None:
-        self._layers = model.geometry.layers
+        geometry = model.geometry
+        self._layers = geometry.layers
         self._prefix = prefix
-        self._dtype = dtype
-        self.captured: list[tuple[Tensor, Tensor]] = []
+        self._lengths = lengths
+        # written layer by layer into their final place: nothing is held twice
+        self.kept = [
+            torch.empty(
+                (2, len(geometry.layers), length, geometry.kv_heads, geometry.head_dim),
+                dtype=dtype,
+                device=model.device,
+            )
+            for length in lengths
+        ]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.captured.append((k.to(self._dtype), v.to(self._dtype)))
+        for row, (length, kept) in enumerate(zip(self._lengths, self.kept, strict=True)):
+            kept[0, layer].copy_(k[row, :, :length].transpose(0, 1))
+            kept[1, layer].copy_(v[row, :, :length].transpose(0, 1))
         prefix = None if self._prefix is None else self._prefix[layer]
         return attend_behind_prefix(q, k, v, prefix, self._layers[layer]).transpose(1, 2)
 
@@ -64,33 +86,35 @@ class Encoder:
             ModelError: a value does not fit the KV dtype.
         """
         if self._sink and self._prefix is None:
-            step = _EncodeStep(self._model, None, self._model.dtype)
-            self._run([self._sink], step)
-            self._prefix = [(k[0], v[0]) for k, v in step.captured]
-        step = _EncodeStep(self._model, self._prefix, self._dtype)
-        self._run(nodes, step)
-        return [self._node(step, row, ids) for row, ids in enumerate(nodes)]
+            (sink,) = self._run([self._sink], None, self._model.dtype)
+            self._prefix = [
+                (k.transpose(0, 1), v.transpose(0, 1)) for k, v in zip(*sink, strict=True)
+            ]
+        kept = self._run(nodes, self._prefix, self._dtype)
+        return [self._checked(ids, kv.cpu()) for ids, kv in zip(nodes, kept, strict=True)]
 
-    def _node(self, step: _EncodeStep, row: int, ids: Sequence[int]) -> StoredKV:
-        k, v = (
-            torch.stack(
-                [pair[which][row, :, : len(ids)].transpose(0, 1) for pair in step.captured]
-            ).cpu()
-            for which in (0, 1)
-        )
-        if not (k.isfinite().all() and v.isfinite().all()):
+    def _checked(self, ids: Sequence[int], kv: Tensor) -> StoredKV:
+        if not kv.isfinite().all():
             raise ModelError(
                 f"keys or values of {self._model.name!r} do not fit {self._dtype}; "
                 "use --dtype bfloat16 or float32."
             )
-        return StoredKV(tuple(ids), k, v)
+        return StoredKV(tuple(ids), kv[0], kv[1])
 
-    def _run(self, nodes: Sequence[Sequence[int]], step: _EncodeStep) -> None:
-        longest = max(len(ids) for ids in nodes)
-        padded = torch.zeros(len(nodes), longest, dtype=torch.int64)
+    def _run(
+        self,
+        nodes: Sequence[Sequence[int]],
+        prefix: list[tuple[Tensor, Tensor]] | None,
+        dtype: torch.dtype,
+    ) -> list[Tensor]:
+        """One forward pass; K and V [2, layers, tokens, kv_heads, head_dim] of each node."""
+        lengths = [len(ids) for ids in nodes]
+        padded = torch.zeros(len(nodes), max(lengths), dtype=torch.int64)
         for row, ids in enumerate(nodes):
-            padded[row, : len(ids)] = torch.as_tensor(ids)
+            padded[row, : lengths[row]] = torch.as_tensor(ids)
+        step = _EncodeStep(self._model, prefix, lengths, dtype)
         seam.hidden_states(self._model.model, padded.to(self._model.device), step)
+        return step.kept
 
 
 def length_batches(lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -243,7 +243,7 @@ def test_interrupted_ingestion_leaves_whole_nodes_and_goes_on(tmp_path: Path) ->
     docs.mkdir()
     for n in range(8):
         (docs / f"{n}.md").write_text(
-            " ".join(f"Stone {n}.{i} lies on hill {i * n}." for i in range(60))
+            " ".join(f"Stone {n}.{i} lies on hill {i * n}." for i in range(30))
         )
     command = [sys.executable, "-m", "lazyrag.cli.main", "ingest", str(docs), "--index", str(index)]
     process = subprocess.Popen(
