@@ -1,7 +1,7 @@
 """Twenty questions through LlamaIndex's query and chat engines: is every whole node reused?
 
     lazyrag ingest PEPS... FASTAPI_PAGES... --index DIR
-    python examples/query_engines.py DIR
+    python examples/query_engines.py DIR [ENGINE...]
 
 For every call of the model the prompt is compared with the nodes that were retrieved. A node whose
 text stands in the prompt letter by letter must be reported as reused; one of which only a part is
@@ -27,7 +27,7 @@ from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextC
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
-from llama_index.core.instrumentation.events.llm import LLMChatStartEvent
+from llama_index.core.instrumentation.events.llm import LLMChatStartEvent, LLMCompletionStartEvent
 from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
 from llama_index.core.schema import BaseNode
 from llama_index.embeddings.huggingface import HuggingFaceEmbedding
@@ -79,6 +79,8 @@ class Watch(BaseEventHandler):  # type: ignore[misc]
             self.retrieved += [found.node for found in event.nodes]
         elif isinstance(event, LLMChatStartEvent):
             self.prompts.append("\n".join(message.content or "" for message in event.messages))
+        elif isinstance(event, LLMCompletionStartEvent):
+            self.prompts.append(event.prompt)
 
 
 def main() -> None:
@@ -90,6 +92,8 @@ def main() -> None:
     failed = 0
     print(f"{'engine':32}{'calls':>7}{'whole':>8}{'reused':>8}{'other reasons':>40}{'ttft s':>8}")
     for name, engine_of in engines(llm, index).items():
+        if sys.argv[2:] and name not in sys.argv[2:]:
+            continue
         total: Counter[str] = Counter()
         first_tokens: list[float] = []
         begun = time.monotonic()

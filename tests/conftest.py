@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin starve shared machines
 os.environ["ANONYMIZED_TELEMETRY"] = "False"
 
 import pytest

@@ -8,9 +8,6 @@ crossed), two requests packed in one forward pass.
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from importlib.metadata import version
 
 import torch
@@ -22,7 +19,7 @@ from lazyrag.engine.pool import PagePool
 from lazyrag.engine.sequence import PagedSequence, PagedStep, SeenNode
 from lazyrag.errors import ModelError
 from lazyrag.model import oracle, seam
-from lazyrag.model.cache_dir import cache_dir
+from lazyrag.model.cache_dir import JsonCache
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.segments import LiveRun, NodeRun, PlacedPrompt, place
 from lazyrag.types import NodeKey
@@ -54,7 +51,7 @@ def check(model: LoadedModel) -> None:
     Raises:
         ModelError: the lazy path computes something else than the model.
     """
-    path = cache_dir() / "examined.json"
+    cache = JsonCache("examined.json")
     name = "|".join(
         (
             model.weights_digest,
@@ -63,11 +60,7 @@ def check(model: LoadedModel) -> None:
             *(f"{package} {version(package)}" for package in ("lazyrag", "torch", "transformers")),
         )
     )
-    try:
-        passed = json.loads(path.read_text())
-    except (OSError, ValueError):
-        passed = {}
-    if isinstance(passed, dict) and name in passed:
+    if name in cache.read():
         return
     error = examine(model)
     if not error <= TOLERANCE[model.dtype]:
@@ -76,10 +69,7 @@ def check(model: LoadedModel) -> None:
             f"model's own by {error:.1e} (at most {TOLERANCE[model.dtype]:.0e}). Its answers would "
             "be wrong, so it is refused. Please report the model and the output of 'lazyrag env'."
         )
-    passed = {**passed, name: error} if isinstance(passed, dict) else {name: error}
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as stream:
-        json.dump(passed, stream)
-    os.replace(stream.name, path)
+    cache.put(name, error)
 
 
 def _probe(model: LoadedModel) -> tuple[list[PlacedPrompt], tuple[int, ...]]:

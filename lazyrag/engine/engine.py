@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 import threading
@@ -71,27 +72,16 @@ class Engine:
         tenant: str = "",
     ) -> None:
         self._model = model
-        self._temporary = tempfile.TemporaryDirectory(prefix="lazyrag-") if store is None else None
-        self.store = KVStore.open(self._temporary.name if self._temporary else store or "")
         self.sink = sink
         self.encoding = _encoding(model, sink, kv_dtype, tenant)
-        digest = self.encoding.digest
-        kv = getattr(torch, self.encoding.dtype.value)
         geometry = model.geometry
-        self._lock = threading.RLock()
-        self._library = Library(self.store, digest, model.tokenizer)
-        self._reader = PromptReader(model.tokenizer, self._library)
-        encoder = Encoder(model, self.encoding.sink, kv)
-        self._ingestor = Ingestor(
-            self.store,
-            digest,
-            self._library,
-            encoder,
-            geometry,
-            kv,
-            len(self.encoding.sink),
-            self._lock,
-        )
+        longest_node = geometry.max_positions - len(self.encoding.sink)
+        if longest_node < 1:
+            raise RequestError(
+                f"the sink has {len(self.encoding.sink):,} tokens, the context window of "
+                f"{model.name!r} is {geometry.max_positions:,}: nothing is left for a node."
+            )
+        kv = getattr(torch, self.encoding.dtype.value)
         self._pool = PagePool(
             geometry,
             pages=_pool_pages(model, pool_bytes),
@@ -99,7 +89,23 @@ class Engine:
             dtype=model.dtype,
             device=model.device,
         )
-        loader = NodeLoader(self.store, digest, encoder)
+        self._temporary = tempfile.TemporaryDirectory(prefix="lazyrag-") if store is None else None
+        self.store = KVStore.open(self._temporary.name if self._temporary else store or "")
+        digest = self.encoding.digest
+        self._closed = False
+        self._lock = threading.RLock()
+        library = self._library = Library(self.store, digest, model.tokenizer)
+        self._reader = PromptReader(
+            model.tokenizer,
+            library,
+            vocabulary=model.model.config.vocab_size,
+            longest_node=longest_node,
+        )
+        encoder = Encoder(model, self.encoding.sink, kv)
+        self._ingestor = Ingestor(
+            self.store, digest, library, encoder, geometry, kv, longest_node, self._lock
+        )
+        loader = NodeLoader(self.store, digest, encoder, library)
         placer = NodePlacer(self._pool, geometry, loader)
         self._runner = Runner(model, self._pool, placer, loader, self._lock)
 
@@ -162,11 +168,15 @@ class Engine:
         """
         if store is None:
             return cls.from_pretrained(model, **settings)
-        where = str(Path(store).expanduser().resolve())
-        key = (os.fspath(model), where, *sorted((k, str(v)) for k, v in settings.items()))
+        defaults = inspect.signature(cls.from_pretrained).parameters
+        chosen = {name: defaults[name].default for name in defaults} | settings
+        name = os.fspath(model)
+        chosen["model"] = str(Path(name).resolve()) if Path(name).exists() else name
+        chosen["store"] = str(Path(store).expanduser().resolve())
+        key = tuple(sorted((name, str(value)) for name, value in chosen.items()))
         with cls._shared_lock:
             engine = cls._shared.get(key)
-            if engine is None:
+            if engine is None or engine._closed:
                 engine = cls.from_pretrained(model, store=store, **settings)
                 cls._shared[key] = engine
             return engine
@@ -219,6 +229,7 @@ class Engine:
 
     def estimate(self, texts: Iterable[str | NodeText]) -> IngestEstimate:
         """Tokens, bytes and seconds that `precompute` would take; writes nothing."""
+        self._check_open()
         return self._ingestor.estimate(texts)
 
     def precompute(
@@ -244,6 +255,7 @@ class Engine:
             RequestError: a text is empty or longer than the context window; names which.
             StoreError: the disk cannot hold it.
         """
+        self._check_open()
         if not callable(progress):
             if not progress:
                 return self._ingestor.precompute(texts, None)
@@ -297,6 +309,10 @@ class Engine:
         **overrides: Any,
     ) -> GenerationStream:
         """As `chat`, piece by piece. Errors of the request are raised here, before any work."""
+        if isinstance(messages, str):
+            raise RequestError(
+                "chat() takes a list of messages with role and content, not a string."
+            )
         return self._start(messages, options, overrides)
 
     def _start(
@@ -305,20 +321,36 @@ class Engine:
         options: GenerationOptions | None,
         overrides: Mapping[str, Any],
     ) -> GenerationStream:
+        return GenerationStream(self._runner.run(self._request(prompt, options, overrides)))
+
+    def _request(
+        self,
+        prompt: Prompt | Sequence[Mapping[str, str]],
+        options: GenerationOptions | None,
+        overrides: Mapping[str, Any],
+    ) -> Request:
         started = time.perf_counter()
+        self._check_open()
+        if options is not None and not isinstance(options, GenerationOptions):
+            raise RequestError("options is a GenerationOptions; give single options by name.")
         chosen = make_options(options, overrides)
         request = Request.from_prompt(self._read(prompt), chosen, self._model, started)
         self._runner.check_fits(request)
-        return GenerationStream(self._runner.run(request))
+        return request
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("this engine is closed.")
 
     def _read(self, prompt: Prompt | Sequence[Mapping[str, str]]) -> ReadPrompt:
         if isinstance(prompt, str):
             return self._reader.read_text(prompt)
-        segments = [part for part in prompt if isinstance(part, Live | Node)]
-        messages = [part for part in prompt if isinstance(part, Mapping)]
-        if len(segments) == len(prompt):
+        parts = prompt if isinstance(prompt, Sequence) else [prompt]
+        segments = [part for part in parts if isinstance(part, Live | Node)]
+        messages = [part for part in parts if isinstance(part, Mapping)]
+        if len(segments) == len(parts):
             return self._reader.read_segments(segments)
-        if len(messages) == len(prompt):
+        if len(messages) == len(parts):
             return self._reader.read_chat(messages)
         raise RequestError(
             "a prompt is a string, a list of Live and Node segments, or a list of messages "
@@ -345,20 +377,15 @@ class Engine:
         ids = self._model.tokenizer.encode_text(answer)
         if not ids:
             raise RequestError("the answer to score is empty.")
-        options = make_options(None, {"quality": quality, "max_new_tokens": len(ids)})
-        request = Request.from_prompt(self._read(prompt), options, self._model, time.perf_counter())
-        self._runner.check_fits(request)
-        return self._runner.score(request, ids)
+        overrides = {"quality": quality, "max_new_tokens": len(ids)}
+        return self._runner.score(self._request(prompt, None, overrides), ids)
 
     # life
 
     def close(self) -> None:
         """Give the store (and a temporary folder) back. The engine cannot be used afterwards."""
-        with Engine._shared_lock:
-            for key, engine in list(Engine._shared.items()):
-                if engine is self:
-                    del Engine._shared[key]
         with self._lock:
+            self._closed = True
             self.store.close()
             if self._temporary is not None:
                 self._temporary.cleanup()

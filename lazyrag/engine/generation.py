@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -39,17 +40,22 @@ class GenerationStream(Iterator[str]):
     def __init__(self, work: Generator[str, None, Generation]) -> None:
         self._work = work
         self._result: Generation | None = None
+        self._reading = threading.Lock()
+        self._closed = False
 
     def __next__(self) -> str:
-        while True:
-            try:
-                delta = next(self._work)
-            except StopIteration as stop:
-                if stop.value is not None:
+        with self._reading:
+            while not self._closed:
+                try:
+                    delta = next(self._work)
+                except StopIteration as stop:
+                    self._closed = True
                     self._result = stop.value
-                raise StopIteration from None
-            if delta:
-                return delta
+                    break
+                if delta and not self._closed:
+                    return delta
+            self._work.close()
+        raise StopIteration
 
     @property
     def result(self) -> Generation:
@@ -63,8 +69,16 @@ class GenerationStream(Iterator[str]):
         return self._result
 
     def close(self) -> None:
-        """Stop; safe to call more than once."""
-        self._work.close()
+        """Stop; safe to call more than once, and while another thread reads.
+
+        A step that is just being computed is finished first, by the thread that reads.
+        """
+        self._closed = True
+        if self._reading.acquire(blocking=False):
+            try:
+                self._work.close()
+            finally:
+                self._reading.release()
 
     def __enter__(self) -> GenerationStream:
         return self

@@ -14,6 +14,7 @@ from lazyrag.engine.encode import Encoder, length_batches
 from lazyrag.engine.library import Library
 from lazyrag.errors import RequestError
 from lazyrag.model.geometry import Geometry
+from lazyrag.prompt.read import check_unicode
 from lazyrag.store import KVStore, NewNode
 from lazyrag.types import NodeKey, NodeText
 
@@ -58,8 +59,9 @@ class Ingestor:
         store, encoding: where, under which encoding.
         library: registers texts.
         encoder: computes KV.
-        geometry: of the model, for sizes and the longest node.
+        geometry: of the model, for sizes.
         kv_dtype: how K and V are kept.
+        longest_node: most tokens a node may have.
         lock: held during each forward pass.
     """
 
@@ -71,14 +73,14 @@ class Ingestor:
         encoder: Encoder,
         geometry: Geometry,
         kv_dtype: torch.dtype,
-        sink_tokens: int,
+        longest_node: int,
         lock: threading.RLock,
     ) -> None:
         self._store = store
         self._encoding = encoding
         self._library = library
         self._encoder = encoder
-        self._longest = geometry.max_positions - sink_tokens
+        self._longest = longest_node
         self._bytes_per_token = geometry.kv_bytes_per_token(kv_dtype)
         self._lock = lock
         self._seconds_per_token: float | None = None
@@ -131,6 +133,8 @@ class Ingestor:
         )
 
     def _windows(self, texts: Iterable[str | NodeText]) -> Iterator[list[_Item]]:
+        if isinstance(texts, str):
+            raise RequestError("texts must be a list of texts, not one string.")
         numbered = enumerate(texts)
         while window := list(islice(numbered, READ_AHEAD)):
             yield [self._item(number, text) for number, text in window]
@@ -138,6 +142,8 @@ class Ingestor:
     def _item(self, number: int, text: str | NodeText) -> _Item:
         node = NodeText(text) if isinstance(text, str) else text
         name = f"text {number}" + (f" ({node.label})" if node.label else "")
+        for form in (node.text, *node.aliases):
+            check_unicode(name, form)
         if not node.text.strip():
             raise RequestError(f"{name} is empty: there is nothing to ingest.")
         key, ids = self._library.identify(node.text)
@@ -154,13 +160,14 @@ class Ingestor:
         return [item for item in unique.values() if not self._store.has(item.key)]
 
     def _register(self, items: list[_Item]) -> None:
-        rows: dict[str, tuple[NodeKey, int]] = {}
+        rows: dict[str, tuple[NodeKey, int, bool]] = {}
         for item in items:
-            rows[item.text] = (item.key, len(item.ids))
             for alias in item.aliases:
                 key, ids = self._library.identify(alias)
-                rows[alias] = (key, len(ids))
-        self._library.register((text, key, tokens) for text, (key, tokens) in rows.items())
+                if len(ids) <= self._longest:
+                    rows.setdefault(alias, (key, len(ids), True))
+        rows |= {item.text: (item.key, len(item.ids), False) for item in items}
+        self._library.register((text, *row) for text, row in rows.items())
 
     def _measure(self) -> float:
         """Seconds a token, from one short batch."""

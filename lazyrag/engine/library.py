@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from lazyrag.prompt.anchors import TextSignature, sign
 from lazyrag.prompt.read import FoundNear, FoundNode, FoundTexts
 from lazyrag.prompt.recognise import Recogniser
+from lazyrag.prompt.segments import NodeSource
 from lazyrag.prompt.tokenise import PromptTokenizer
-from lazyrag.store import KVStore, node_key
+from lazyrag.store import KVStore, TextRow, node_key
 from lazyrag.types import NodeKey, TextId
 
 
@@ -35,13 +36,21 @@ class Library:
         ids = tuple(self._tokenizer.encode_text(text))
         return node_key(self._encoding, ids), ids
 
-    def register(self, texts: Iterable[tuple[str, NodeKey, int]]) -> None:
-        """Make (text, key, tokens) findable."""
-        rows = [(text, key, tokens, sign(text).to_bytes()) for text, key, tokens in texts]
+    def register(self, texts: Iterable[tuple[str, NodeKey, int, bool]]) -> None:
+        """Make (text, key, tokens, alias) findable.
+
+        Raises:
+            StoreError: the index cannot be written.
+        """
+        rows = [
+            (text, key, tokens, alias, sign(text).to_bytes()) for text, key, tokens, alias in texts
+        ]
         self._index.add_texts(self._encoding, rows)
 
-    def is_registered(self, text: str) -> bool:
-        return self._index.find_text(self._encoding, text) is not None
+    def source_of(self, text: str) -> NodeSource:
+        """Whether a text was ingested, is an alias, or is not known."""
+        row = self._index.find_text(self._encoding, text)
+        return NodeSource.GIVEN if row is None else _source(row)
 
     def text_of(self, key: NodeKey) -> str | None:
         """The registered text of a node."""
@@ -56,7 +65,7 @@ class Library:
         nodes, near = [], []
         for match in recognition.matches:
             if (row := self._index.text(match.text_id)) is not None:
-                nodes.append(FoundNode(match.start, match.stop, row.key))
+                nodes.append(FoundNode(match.start, match.stop, row.key, _source(row)))
         for miss in recognition.near:
             if (row := self._index.text(miss.text_id)) is not None:
                 near.append(FoundNear(miss.start, miss.stop, miss.kind, row.key, row.tokens))
@@ -65,9 +74,20 @@ class Library:
     def _refresh(self) -> None:
         rows = self._index.signatures_after(self._encoding, self._last)
         if rows:
-            self._recogniser.add((id, TextSignature.from_bytes(data)) for id, data in rows)
+            self._recogniser.add(self._signature(id, data) for id, data in rows)
             self._last = rows[-1][0]
+
+    def _signature(self, id: TextId, data: bytes) -> tuple[TextId, TextSignature]:
+        """A signature that cannot be read (damaged, another version) is made again."""
+        try:
+            return id, TextSignature.from_bytes(data)
+        except ValueError:
+            return id, sign(self._text(id) or "")
 
     def _text(self, id: TextId) -> str | None:
         row = self._index.text(id)
         return None if row is None else row.text
+
+
+def _source(row: TextRow) -> NodeSource:
+    return NodeSource.ALIAS if row.alias else NodeSource.INGESTED

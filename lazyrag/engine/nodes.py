@@ -11,11 +11,12 @@ from lazyrag_kernels.kv_write import write_kv
 from lazyrag_kernels.rope import cos_sin
 
 from lazyrag.engine.encode import Encoder
+from lazyrag.engine.library import Library
 from lazyrag.engine.pool import PagePool, ResidentNode
 from lazyrag.engine.report import Origin, Reason, Tier
 from lazyrag.errors import StoreError
 from lazyrag.model.geometry import Geometry
-from lazyrag.prompt.segments import NodeRun
+from lazyrag.prompt.segments import NodeRun, NodeSource
 from lazyrag.store import KVStore, LoadFailure, NewNode, StoredKV
 from lazyrag.types import NodeKey
 
@@ -29,29 +30,46 @@ class NodeLoader:
         store: on disk.
         encoding: digest of the encoding.
         encoder: computes what the store does not have.
+        library: makes a text given with a request findable once it is stored.
     """
 
-    def __init__(self, store: KVStore, encoding: bytes, encoder: Encoder) -> None:
+    def __init__(self, store: KVStore, encoding: bytes, encoder: Encoder, library: Library) -> None:
         self._store = store
+        self._library = library
         self._encoding = encoding
         self._encoder = encoder
 
     def load(self, run: NodeRun) -> tuple[StoredKV, Origin]:
         """Raw KV of a node, checked, and where it came from."""
-        stored = self._store.load(run.key, run.ids)
+        try:
+            stored = self._store.load(run.key, run.ids)
+        except StoreError as error:
+            logger.warning("node %s is computed anew: %s", run.key, error)
+            stored = LoadFailure.UNREADABLE
         if isinstance(stored, StoredKV):
             return stored, Origin(Tier.DISK, stored.nbytes)
-        reason = {
-            LoadFailure.ABSENT: Reason.FIRST_USE if run.registered else Reason.NOT_STORED,
-            LoadFailure.MISSING: Reason.MISSING,
-            LoadFailure.DAMAGED: Reason.DAMAGED,
-        }[stored]
         (kv,) = self._encoder.encode([run.ids])
         try:
             self._store.publish(self._encoding, [NewNode(run.key, kv, run.text)])
+            if run.text is not None and run.source is NodeSource.GIVEN:
+                self._library.register([(run.text, run.key, len(run.ids), False)])
         except StoreError as error:
             logger.warning("node %s is used but not stored: %s", run.key, error)
-        return kv, Origin(Tier.NONE, 0, reason)
+        return kv, Origin(Tier.NONE, 0, _reason(stored, run.source))
+
+
+def _reason(failure: LoadFailure, source: NodeSource) -> Reason:
+    if failure is LoadFailure.ABSENT:
+        return {
+            NodeSource.INGESTED: Reason.MISSING,
+            NodeSource.ALIAS: Reason.FIRST_USE,
+            NodeSource.GIVEN: Reason.NOT_STORED,
+        }[source]
+    return {
+        LoadFailure.MISSING: Reason.MISSING,
+        LoadFailure.DAMAGED: Reason.DAMAGED,
+        LoadFailure.UNREADABLE: Reason.UNREADABLE,
+    }[failure]
 
 
 class NodePlacer:

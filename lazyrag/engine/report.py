@@ -36,9 +36,13 @@ class Reason(StrEnum):
     DAMAGED = "damaged"
     """The stored file failed its check and was put aside."""
     MISSING = "missing"
-    """The index knows the node, its file is gone."""
+    """The node was ingested, its file is gone."""
+    UNREADABLE = "unreadable"
+    """The store could not be read just now."""
     NOT_STORED = "not stored"
     """The text was given as a node and had never been ingested."""
+    LAST_TOKEN = "last token"
+    """The node is one token, the last of the prompt, behind which the answer is predicted."""
     QUALITY_FULL = "quality full"
     """The caller asked for full attention."""
 
@@ -75,7 +79,11 @@ class NodeReport:
 
 @dataclass(slots=True)
 class ReuseReport:
-    """Counts are tokens, sizes bytes, times seconds; ``version`` changes with a field's meaning."""
+    """Counts are tokens, sizes bytes, times seconds; ``version`` changes with a field's meaning.
+
+    Times are those spent in the engine: what a reader of a stream does between pieces is not in
+    them. ``warnings`` are sentences on what could not be used (the store's index, say).
+    """
 
     quality: Quality
     nodes: list[NodeReport] = field(default_factory=list)
@@ -85,6 +93,7 @@ class ReuseReport:
     recognise_s: float = 0.0
     ttft_s: float | None = None
     decode_tokens_per_s: float | None = None
+    warnings: list[str] = field(default_factory=list)
     version: int = REPORT_VERSION
 
     @property

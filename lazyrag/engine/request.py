@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lazyrag.engine.report import NodeReport, NodeStatus, Origin, Reason, ReuseReport, Tier
 from lazyrag.errors import RequestError
@@ -16,6 +16,8 @@ from lazyrag.types import GenerationOptions, NodeKey, Quality
 
 DEFAULT_NEW_TOKENS = 256
 
+_LIVE = (Reason.QUALITY_FULL, Reason.LAST_TOKEN)
+"""Reasons of nodes that were computed as live text."""
 _NEAR = {"changed": Reason.CHANGED, "cut": Reason.CUT}
 
 
@@ -27,18 +29,18 @@ class Request:
         prompt: what is live, what is reused, where.
         known: the nodes of the prompt as read, before the quality setting made some of them live.
         near: nodes the prompt almost holds.
+        warnings: what could not be used.
         options: how to decode.
         new_tokens: at most this many are generated.
-        started: ``perf_counter`` when the call came in.
-        recognise_s: seconds from then until the prompt was read.
+        recognise_s: seconds that reading the prompt took.
     """
 
     prompt: PlacedPrompt
     known: tuple[tuple[NodeRun, int], ...]
     near: tuple[NearNode, ...]
+    warnings: tuple[str, ...]
     options: GenerationOptions
     new_tokens: int
-    started: float
     recognise_s: float
 
     @classmethod
@@ -52,17 +54,20 @@ class Request:
         """
         recognise_s = time.perf_counter() - started
         runs = end_live(read.runs)
-        known = tuple((node.run, node.offset) for node in place(runs).nodes)
+        known = [(node.run, node.offset) for node in place(runs).nodes]
+        if len(known) < sum(isinstance(run, NodeRun) for run in read.runs):  # one token, the last
+            last = place(read.runs).nodes[-1]
+            known.append((replace(last.run, used=0), last.offset))
         if options.quality is Quality.FULL:
             runs = as_live(runs)
         prompt = place(runs)
         return cls(
             prompt=prompt,
-            known=known,
+            known=tuple(known),
             near=tuple(read.near),
+            warnings=tuple(read.warnings),
             options=options,
             new_tokens=_new_tokens(prompt, options, runs, model),
-            started=started,
             recognise_s=recognise_s,
         )
 
@@ -79,18 +84,21 @@ class Request:
             origins: of every reused node; empty with ``quality="full"``.
         """
         report = ReuseReport(quality=self.options.quality, recognise_s=self.recognise_s)
+        report.warnings = list(self.warnings)
         report.tokens_computed = len(self.prompt.live_ids)
         bytes_read: Counter[Tier] = Counter()
         counted: set[NodeKey] = set()
         for run, offset in self.known:
             origin = origins.get(run.key, Origin(Tier.NONE, 0, Reason.QUALITY_FULL))
+            if not run.used:
+                origin = Origin(Tier.NONE, 0, Reason.LAST_TOKEN)
             first_time = run.key not in counted
             counted.add(run.key)
             if first_time:
                 bytes_read[origin.tier] += origin.nbytes
             if origin.reason is None:
                 report.tokens_reused += run.used
-            elif first_time and origin.reason is not Reason.QUALITY_FULL:
+            elif first_time and origin.reason not in _LIVE:
                 report.tokens_computed += len(run.ids)
             status = NodeStatus.REUSED if origin.reason is None else NodeStatus.RECOMPUTED
             report.nodes.append(
@@ -125,10 +133,11 @@ def _new_tokens(
         raise RequestError("a segment has a negative offset: positions start at 0.")
     left = window - max(furthest, prompt.tokens)
     wanted = options.max_new_tokens
+    reach = f" and reaches position {furthest:,}" if furthest > prompt.tokens else ""
     if left < 1 or (wanted is not None and wanted > left):
         asked = f" and {wanted:,} new tokens" if wanted is not None else ""
         raise RequestError(
-            f"the prompt has {prompt.tokens:,} tokens{asked}; the context window of "
+            f"the prompt has {prompt.tokens:,} tokens{reach}{asked}; the context window of "
             f"{model.name!r} is {window:,}. Retrieve fewer or shorter nodes, shorten the question, "
             "or ask for fewer new tokens."
         )

@@ -14,7 +14,7 @@ from lazyrag.engine.generation import FinishReason, Generation
 from lazyrag.engine.materialized import MaterializedSequence
 from lazyrag.engine.nodes import NodeLoader, NodePlacer
 from lazyrag.engine.pool import PagePool
-from lazyrag.engine.report import Origin, ReuseReport, Tier
+from lazyrag.engine.report import Origin, Reason, ReuseReport, Tier
 from lazyrag.engine.request import Request
 from lazyrag.engine.sampling import Sampler
 from lazyrag.engine.sequence import PagedSequence, SeenNode
@@ -27,6 +27,8 @@ from lazyrag.types import NodeKey, Quality
 
 PREFILL_TOKENS = 2048
 """Live tokens of one forward pass: bounds the memory of a long prefill."""
+RAW_NODES = 64
+"""Nodes whose raw KV the oracle keeps in memory between requests."""
 WAIT_S = 120.0
 """How long a request waits for pages that other running requests hold."""
 
@@ -85,11 +87,12 @@ class Runner:
     @torch.inference_mode()
     def run(self, request: Request) -> Generator[str, None, Generation]:
         """Yield pieces of text as they are safe to show; return the generation."""
+        begun = time.perf_counter()
         started = self._begin(request)
         try:
             report = request.report(started.origins)
             _check_strict(request, report)
-            generation = yield from self._decode(request, started.sequence, report)
+            generation = yield from self._decode(request, started.sequence, report, begun)
             return generation
         finally:
             self._end(started)
@@ -157,16 +160,21 @@ class Runner:
     def _begin_materialized(self, request: Request) -> _Started:
         origins: dict[NodeKey, Origin] = {}
         with self._lock:
+            raw: dict[NodeKey, StoredKV] = {}
             for node in request.prompt.nodes:
                 key = node.run.key
-                if key not in self._raw:
-                    self._raw[key], origins[key] = self._loader.load(node.run)
-                elif key not in origins:
-                    origins[key] = Origin(Tier.DEVICE, self._raw[key].nbytes)
+                if key in raw:
+                    continue
+                kept = self._raw.pop(key, None)
+                if kept is None:
+                    raw[key], origins[key] = self._loader.load(node.run)
+                else:
+                    raw[key], origins[key] = kept, Origin(Tier.DEVICE, kept.nbytes)
+            self._raw = dict(list({**self._raw, **raw}.items())[-RAW_NODES:])
             sequence = MaterializedSequence(
                 self._model.geometry,
                 request.prompt,
-                [self._raw[node.run.key] for node in request.prompt.nodes],
+                [raw[node.run.key] for node in request.prompt.nodes],
                 request.new_tokens,
                 self._model.dtype,
                 self._model.device,
@@ -174,7 +182,7 @@ class Runner:
         return _Started(sequence, origins, lambda: None)
 
     def _decode(
-        self, request: Request, sequence: RunningSequence, report: ReuseReport
+        self, request: Request, sequence: RunningSequence, report: ReuseReport, begun: float
     ) -> Generator[str, None, Generation]:
         sampler = Sampler(request.options, request.ids)
         stream = TextStream(self._model.tokenizer.decode, request.options.stop)
@@ -182,13 +190,14 @@ class Runner:
         position = request.prompt.next_position
         token_ids: list[int] = []
         finish: FinishReason = "length"
-        first = 0.0
+        decoding = 0.0  # seconds, without what the reader does between pieces
         while True:
             token = sampler.next(logits)
             token_ids.append(token)
-            if not first:
-                first = time.perf_counter()
-                report.ttft_s = first - request.started
+            if report.ttft_s is None:
+                report.ttft_s = request.recognise_s + time.perf_counter() - begun
+            else:
+                decoding += time.perf_counter() - begun
             if token in self._model.eos_ids:
                 finish = "stop"
                 break
@@ -198,11 +207,11 @@ class Runner:
                 break
             if len(token_ids) == request.new_tokens:
                 break
+            begun = time.perf_counter()
             logits = self._forward([token], [position], sequence)[0]
             position += 1
-        elapsed = time.perf_counter() - first
-        if len(token_ids) > 1 and elapsed > 0:
-            report.decode_tokens_per_s = (len(token_ids) - 1) / elapsed
+        if decoding:
+            report.decode_tokens_per_s = (len(token_ids) - 1) / decoding
         if not stream.stopped:
             yield stream.finish()
         return Generation(stream.text, token_ids, finish, report)
@@ -232,9 +241,10 @@ class Runner:
 
 
 def _check_strict(request: Request, report: ReuseReport) -> None:
-    if not request.options.strict or not report.nodes_recomputed:
+    anew = [node for node in report.nodes if node.reason not in (None, Reason.LAST_TOKEN)]
+    if not request.options.strict or request.options.quality is Quality.FULL or not anew:
         return
-    node = next(node for node in report.nodes if node.reason is not None)
+    node = anew[0]
     raise RequestError(
         f"strict: node {node.key} ({node.tokens:,} tokens) had to be computed anew: {node.reason}."
     )

@@ -76,7 +76,7 @@ class PagedStep:
         self._layers = geometry.layers
         self._slots = torch.cat([slots for _, slots in rows])
         self._positions = torch.cat([request.positions for request in batch.requests])
-        self._attention = CpuStep(batch, geometry.q_heads)
+        self._attention = CpuStep(batch, geometry.q_heads, geometry.head_dim)
         self._tables: dict[Rotary, tuple[Tensor, Tensor]] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

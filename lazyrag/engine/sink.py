@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lazyrag.errors import RequestError
-from lazyrag.prompt.template import Content, render_chat, template_opening
+from lazyrag.prompt.template import template_opening
 from lazyrag.prompt.tokenise import PromptTokenizer
 
 TEMPLATE = "template"
@@ -22,29 +22,17 @@ def sink_ids(sink: str, tokenizer: PromptTokenizer) -> tuple[int, ...]:
     if sink == NONE:
         return ()
     if sink == TEMPLATE:
-        opening = template_opening(tokenizer.tokenizer)
-        return tuple(tokenizer.encode_control(opening)) or tokenizer.bos_ids
+        return _opening(tokenizer, None)
     if sink == DOCUMENTS:
-        return _documents(tokenizer)
+        return (*_opening(tokenizer, _SYSTEM), *tokenizer.encode_text(_HEADING))
     return (*tokenizer.bos_ids, *tokenizer.encode_text(sink))
 
 
-def _documents(tokenizer: PromptTokenizer) -> tuple[int, ...]:
-    """Everything up to and including the heading; without a template the heading alone."""
-    heading = tokenizer.encode_text(_HEADING)
-    if tokenizer.chat_template is None:
-        return (*tokenizer.bos_ids, *heading)
-    user = {"role": "user", "content": _HEADING + "x"}
+def _opening(tokenizer: PromptTokenizer, system: str | None) -> tuple[int, ...]:
     try:
-        pieces = render_chat(tokenizer.tokenizer, [{"role": "system", "content": _SYSTEM}, user])
-    except RequestError:  # the template knows no system message
-        pieces = render_chat(tokenizer.tokenizer, [user])
-    ids: list[int] = []
-    for piece in pieces:
-        if not isinstance(piece, Content):
-            ids += tokenizer.encode_control(piece.text)
-        elif piece.text.startswith(_HEADING):
-            return (*ids, *heading)
-        else:
-            ids += tokenizer.encode_text(piece.text)
-    return tuple(ids)
+        opening = template_opening(tokenizer.tokenizer, system)
+    except RequestError:
+        if system is None:
+            raise
+        opening = template_opening(tokenizer.tokenizer)  # the template knows no system message
+    return tuple(tokenizer.encode_control(opening)) or tokenizer.bos_ids

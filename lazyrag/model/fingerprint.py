@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
-from typing import Any
 
 from transformers import PretrainedConfig
 
-from lazyrag.model.cache_dir import cache_dir
+from lazyrag.model.cache_dir import JsonCache
 
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 """Configuration entries that do not change what a forward pass computes from given weights."""
@@ -22,7 +19,8 @@ def weights_digest(files: list[Path], config: PretrainedConfig) -> str:
 
     Files are hashed once and remembered by path, size and times (mtime and ctime in ns).
     """
-    known = _read_known()
+    cache = JsonCache("weight-digests.json")
+    known = cache.read()
     digest = hashlib.sha256()
     for file in sorted(files):
         stat = file.stat()
@@ -31,32 +29,10 @@ def weights_digest(files: list[Path], config: PretrainedConfig) -> str:
         entry = known.get(name)
         if not isinstance(entry, dict) or entry.get("stamp") != stamp:
             with file.open("rb") as stream:
-                entry = {
-                    "stamp": stamp,
-                    "sha256": hashlib.file_digest(stream, "sha256").hexdigest(),
-                }
-            known[name] = entry
-            _write_known(known)
+                hexadecimal = hashlib.file_digest(stream, "sha256").hexdigest()
+            entry = {"stamp": stamp, "sha256": hexadecimal}
+            cache.put(name, entry)
         digest.update(file.name.encode() + b"\0" + bytes.fromhex(entry["sha256"]))
     settings = {key: value for key, value in config.to_dict().items() if key not in _VOLATILE}
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     return digest.hexdigest()
-
-
-def _path() -> Path:
-    return cache_dir() / "weight-digests.json"
-
-
-def _read_known() -> dict[str, Any]:
-    try:
-        known = json.loads(_path().read_text())
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _write_known(known: dict[str, Any]) -> None:
-    path = _path()
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as stream:
-        json.dump(known, stream)
-    os.replace(stream.name, path)

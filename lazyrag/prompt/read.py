@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from lazyrag.errors import RequestError
-from lazyrag.prompt.segments import LiveRun, NodeRun, Run
+from lazyrag.errors import RequestError, StoreError
+from lazyrag.prompt.segments import LiveRun, NodeRun, NodeSource, Run
 from lazyrag.prompt.template import Content, render_chat
 from lazyrag.prompt.tokenise import PromptTokenizer
 from lazyrag.types import Live, Node, NodeKey, Segment
@@ -20,6 +20,7 @@ class FoundNode:
     start: int
     stop: int
     key: NodeKey
+    source: NodeSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,8 @@ class TextFinder(Protocol):
         """Key and ids of a text."""
         ...
 
-    def is_registered(self, text: str) -> bool:
-        """Whether the text was ingested or is another form of an ingested one."""
+    def source_of(self, text: str) -> NodeSource:
+        """Whether a text was ingested, is an alias, or is not known."""
         ...
 
     def text_of(self, key: NodeKey) -> str | None:
@@ -77,6 +78,7 @@ class ReadPrompt:
 
     runs: list[Run] = field(default_factory=list)
     near: list[NearNode] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -97,11 +99,22 @@ class PromptReader:
     Args:
         tokenizer: of the model.
         finder: finds ingested texts.
+        vocabulary: number of token ids of the model.
+        longest_node: most tokens a node may have.
     """
 
-    def __init__(self, tokenizer: PromptTokenizer, finder: TextFinder) -> None:
+    def __init__(
+        self,
+        tokenizer: PromptTokenizer,
+        finder: TextFinder,
+        *,
+        vocabulary: int,
+        longest_node: int,
+    ) -> None:
         self._tokenizer = tokenizer
         self._finder = finder
+        self._vocabulary = vocabulary
+        self._longest_node = longest_node
 
     def read_text(self, text: str) -> ReadPrompt:
         """A raw prompt: the tokenizer's own opening (BOS, if any), then the text.
@@ -152,7 +165,14 @@ class PromptReader:
         if (segment.text is None) == (segment.ids is None):
             raise RequestError(f"segment {number}: a Live segment takes text or ids, one of them.")
         if segment.text is None:
-            return segment.ids or ()
+            ids = segment.ids or ()
+            for id in ids:
+                if not isinstance(id, int) or not 0 <= id < self._vocabulary:
+                    raise RequestError(
+                        f"segment {number}: {id!r} is no token id of this model "
+                        f"(0 to {self._vocabulary - 1:,})."
+                    )
+            return ids
         if segment.control:
             return self._tokenizer.encode_control(segment.text)
         return self._tokenizer.encode_text(segment.text)
@@ -169,26 +189,53 @@ class PromptReader:
                     f"segment {number}: node {segment.key} is not in this store for this model. "
                     "Ingest its text first (Engine.precompute returns the key)."
                 )
+        check_unicode(f"segment {number}: the node's text", text)
         key, ids = self._finder.identify(text)
         if not ids:
             raise RequestError(f"segment {number}: the node's text is empty.")
-        registered = segment.text is None or self._finder.is_registered(text)
-        return NodeRun(key, ids, len(ids), segment.offset, text, registered)
+        if len(ids) > self._longest_node:
+            raise RequestError(
+                f"segment {number}: the node has {len(ids):,} tokens, the context window leaves "
+                f"{self._longest_node:,} for one node."
+            )
+        return NodeRun(key, ids, len(ids), segment.offset, text, self._finder.source_of(text))
 
     def _add_content(self, prompt: ReadPrompt, content: str) -> None:
-        found = self._finder.find(content)
-        for miss in found.near:
-            before = prompt.tokens + len(self._tokenizer.encode_text(content[: miss.start]))
-            prompt.near.append(NearNode(miss.key, miss.tokens, miss.kind, before))
+        try:
+            found = self._finder.find(content)
+        except StoreError as error:
+            prompt.warnings.append(f"nothing is reused: {error}")
+            found = FoundTexts([], [])
+        self._add_near(prompt, content, found.near)
         cursor = 0
         for node in found.nodes:
             text = content[node.start : node.stop]
             key, ids = self._finder.identify(text)
-            if (
-                key != node.key
-            ):  # registered under another tokenizer build: any doubt means recompute
+            if key != node.key:  # registered under another build: any doubt means recompute
                 continue
             prompt.add_live(self._tokenizer.encode_text(content[cursor : node.start]))
-            prompt.runs.append(NodeRun(key, ids, len(ids), text=text))
+            prompt.runs.append(NodeRun(key, ids, len(ids), text=text, source=node.source))
             cursor = node.stop
         prompt.add_live(self._tokenizer.encode_text(content[cursor:]))
+
+    def _add_near(self, prompt: ReadPrompt, content: str, near: Iterable[FoundNear]) -> None:
+        before, cursor = prompt.tokens, 0
+        for miss in sorted(near, key=lambda miss: miss.start):
+            before += len(self._tokenizer.encode_text(content[cursor : miss.start]))
+            cursor = miss.start
+            prompt.near.append(NearNode(miss.key, miss.tokens, miss.kind, before))
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Refuse what no tokenizer can read.
+
+    Raises:
+        RequestError: ``text`` holds a lone surrogate; ``name`` begins the sentence.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} is not valid Unicode (a lone surrogate at character {error.start}); "
+            "remove it or read the source again with the right encoding."
+        ) from None

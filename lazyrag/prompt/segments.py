@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from lazyrag.types import NodeKey
 
@@ -15,6 +16,16 @@ class LiveRun:
     offset: int | None = None
 
 
+class NodeSource(Enum):
+    """How a node came to be known."""
+
+    INGESTED = auto()
+    ALIAS = auto()
+    """Another form of an ingested node, encoded at its first use."""
+    GIVEN = auto()
+    """Handed over with this request."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeRun:
     """Tokens whose KV is reused.
@@ -25,7 +36,7 @@ class NodeRun:
         offset: explicit S_d, or None.
         used: how many leading tokens this prompt uses (a causal prefix of a node is valid).
         text: what it was made from, if known.
-        registered: the node was ingested or is another form of an ingested one.
+        source: how it came to be known.
     """
 
     key: NodeKey
@@ -33,7 +44,7 @@ class NodeRun:
     used: int
     offset: int | None = None
     text: str | None = None
-    registered: bool = True
+    source: NodeSource = NodeSource.INGESTED
 
 
 Run = LiveRun | NodeRun
@@ -104,8 +115,16 @@ def place(runs: list[Run]) -> PlacedPrompt:
 
 
 def as_live(runs: list[Run]) -> list[Run]:
-    """The same prompt with nothing reused."""
-    return [
-        LiveRun(run.ids[: run.used], run.offset) if isinstance(run, NodeRun) else run
-        for run in runs
-    ]
+    """The same prompt with nothing reused, every token at the same position."""
+    live: list[Run] = []
+    cursor = 0
+    for run in runs:
+        if isinstance(run, LiveRun):
+            cursor = cursor if run.offset is None else run.offset
+            live.append(LiveRun(run.ids, cursor))
+            cursor += len(run.ids)
+        else:  # its own offset moves a node alone
+            offset = cursor if run.offset is None else run.offset
+            live.append(LiveRun(run.ids[: run.used], offset))
+            cursor += run.used
+    return live

@@ -79,21 +79,27 @@ def render_chat(
     return pieces
 
 
-def template_opening(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What stands before the first user content when no system message is given; "" if no template.
+def template_opening(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> str:
+    """What stands before the first user content; "" if there is no template.
 
     The same every day: a template that writes the date gets a fixed one here.
 
+    Args:
+        tokenizer: whose template is rendered.
+        system: content of a system message before the user's; None = none is given.
+
     Raises:
-        RequestError: the template refuses a single user message.
+        RequestError: the template refuses these messages.
     """
     chat_template = find_chat_template(tokenizer)
     if chat_template is None:
         return ""
-    [word] = _words(1, absent_from=[])
+    [word] = _words(1, absent_from=[system or ""])
     if "strftime_now" in chat_template:
         chat_template = _SINK_CLOCK + chat_template
-    rendered = _render(tokenizer, [{"role": "user"}], [word], chat_template)
+    roles = [{"role": "user"}] if system is None else [{"role": "system"}, {"role": "user"}]
+    contents = [word] if system is None else [system, word]
+    rendered = _render(tokenizer, roles, contents, chat_template)
     return rendered.split(word)[0] if word in rendered else ""
 
 

@@ -2,7 +2,8 @@
 
     k, v  [layers, tokens, kv_heads, head_dim]   k is raw: not rotated, the portable form
     ids   int32 [tokens]
-    metadata: format, version, key, encoding (digest), checksum (xxh3-128 of k, v, ids), text
+    metadata: format, version, key, encoding (digest), text, and a checksum (xxh3-128) over dtype,
+              shape and bytes of k, v, ids
 
 Loading checks size, header, shapes, checksum and ids; whatever is in doubt is not served.
 """
@@ -128,15 +129,15 @@ def read_node(path: Path, key: NodeKey, size: int | None = None) -> StoredKV:
     return StoredKV(tuple(ids.tolist()), k, v)
 
 
-def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a node file, unchecked.
+def read_encoding(path: Path) -> bytes:
+    """The digest of the encoding a node file says it was made with.
 
     Raises:
-        DamagedFileError: not a safetensors file.
+        DamagedFileError: not a node file.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
+            return bytes.fromhex((file.metadata() or {}).get("encoding", ""))
     except (SafetensorError, ValueError) as error:
         raise DamagedFileError(f"unreadable: {error}") from error
 
@@ -153,5 +154,6 @@ def fsync(path: Path) -> None:
 def _checksum(*tensors: Tensor) -> str:
     digest = xxhash.xxh3_128()
     for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

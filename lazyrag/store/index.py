@@ -24,7 +24,6 @@ from lazyrag.types import NodeKey, TextId
 SCHEMA_VERSION = 1
 
 _SCHEMA = """
-CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE nodes (
     key BLOB PRIMARY KEY,
     encoding BLOB NOT NULL,
@@ -38,12 +37,16 @@ CREATE TABLE texts (
     digest BLOB NOT NULL,
     key BLOB NOT NULL,
     tokens INTEGER NOT NULL,
+    alias INTEGER NOT NULL,
     text TEXT NOT NULL,
     signature BLOB NOT NULL,
     UNIQUE (encoding, digest)
 );
 CREATE INDEX texts_by_key ON texts (key);
 """
+
+
+_SELECT_TEXT = "SELECT id, key, tokens, alias, text FROM texts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,12 @@ class NodeRow:
 
 @dataclass(frozen=True, slots=True)
 class TextRow:
-    """A registered text; its node may not be stored yet."""
+    """A registered text; an ``alias`` is another form of a node, stored at its first use."""
 
     id: TextId
     key: NodeKey
     tokens: int
+    alias: bool
     text: str
 
 
@@ -71,12 +75,20 @@ class StoreIndex:
         self._lock = threading.RLock()
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            self._inode = path.stat().st_ino
             self._db = sqlite3.connect(path, timeout=30, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot open the store's index {path}: {error}.") from error
-        self._migrate()
+        try:
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._migrate()
+        except sqlite3.Error as error:
+            self._db.close()
+            raise StoreError(f"cannot open the store's index {path}: {error}.") from error
+        except StoreError:
+            self._db.close()
+            raise
 
     def _migrate(self) -> None:
         with self._transaction() as db:
@@ -94,12 +106,25 @@ class StoreIndex:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
+            self._check_place()
             try:
                 with self._db:
                     self._db.execute("BEGIN IMMEDIATE")
                     yield self._db
             except sqlite3.Error as error:
                 raise StoreError(f"the store's index {self._path} failed: {error}.") from error
+
+    def _check_place(self) -> None:
+        """A folder removed while open must not swallow what is written."""
+        try:
+            here = self._path.stat().st_ino == self._inode
+        except OSError:
+            here = False
+        if not here:
+            raise StoreError(
+                f"the store's index {self._path} was removed or replaced while it was in use. "
+                "Open the store again."
+            )
 
     def _rows(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         with self._lock:
@@ -137,34 +162,35 @@ class StoreIndex:
 
     # texts
 
-    def add_texts(self, encoding: bytes, rows: Iterable[tuple[str, NodeKey, int, bytes]]) -> None:
-        """Register (text, key, tokens, signature); a text already known keeps its row."""
+    def add_texts(
+        self, encoding: bytes, rows: Iterable[tuple[str, NodeKey, int, bool, bytes]]
+    ) -> None:
+        """Register (text, key, tokens, alias, signature); a known text keeps its row."""
         with self._transaction() as db:
             db.executemany(
-                "INSERT INTO texts (encoding, digest, key, tokens, text, signature) "
-                "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (encoding, digest) DO UPDATE SET "
-                "key = excluded.key, tokens = excluded.tokens, signature = excluded.signature "
-                "WHERE text = excluded.text AND key != excluded.key",
+                "INSERT INTO texts (encoding, digest, key, tokens, alias, text, signature) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (encoding, digest) DO UPDATE SET "
+                "alias = MIN(alias, excluded.alias) WHERE text = excluded.text",
                 [
-                    (encoding, _digest(text), key.digest, tokens, text, signature)
-                    for text, key, tokens, signature in rows
+                    (encoding, _digest(text), key.digest, tokens, alias, text, signature)
+                    for text, key, tokens, alias, signature in rows
                 ],
             )
 
     def text(self, id: TextId) -> TextRow | None:
-        rows = self._rows("SELECT id, key, tokens, text FROM texts WHERE id = ?", (id,))
+        rows = self._rows(f"{_SELECT_TEXT} WHERE id = ?", (id,))
         return _text_row(rows[0]) if rows else None
 
     def find_text(self, encoding: bytes, text: str) -> TextRow | None:
         """The row of exactly this text."""
-        query = "SELECT id, key, tokens, text FROM texts WHERE encoding = ? AND digest = ?"
+        query = f"{_SELECT_TEXT} WHERE encoding = ? AND digest = ?"
         rows = self._rows(query, (encoding, _digest(text)))
         row = _text_row(rows[0]) if rows else None
         return row if row is not None and row.text == text else None
 
     def text_of(self, encoding: bytes, key: NodeKey) -> TextRow | None:
         """A text that stands for the node."""
-        query = "SELECT id, key, tokens, text FROM texts WHERE encoding = ? AND key = ? LIMIT 1"
+        query = f"{_SELECT_TEXT} WHERE encoding = ? AND key = ? LIMIT 1"
         rows = self._rows(query, (encoding, key.digest))
         return _text_row(rows[0]) if rows else None
 
@@ -191,5 +217,5 @@ def _node_row(row: tuple[Any, ...]) -> NodeRow:
 
 
 def _text_row(row: tuple[Any, ...]) -> TextRow:
-    id, key, tokens, text = row
-    return TextRow(TextId(int(id)), NodeKey(bytes(key)), int(tokens), str(text))
+    id, key, tokens, alias, text = row
+    return TextRow(TextId(int(id)), NodeKey(bytes(key)), int(tokens), bool(alias), str(text))

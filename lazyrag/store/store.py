@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,7 +17,7 @@ from lazyrag.store.format import (
     TEMPORARY_PREFIX,
     DamagedFileError,
     StoredKV,
-    read_metadata,
+    read_encoding,
     read_node,
     write_node,
 )
@@ -26,6 +27,10 @@ from lazyrag.types import NodeKey
 
 SPARE_BYTES = 200 * 2**20
 """Disk space that ingestion leaves free."""
+SECOND_LOOK_S = 0.05
+"""Pause before a file that fails its check is judged."""
+BEING_WRITTEN_S = 60.0
+"""A temporary file younger than this may belong to a running process."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +50,9 @@ class LoadFailure(StrEnum):
     MISSING = "missing"
     """The index lists it, its file is gone."""
     DAMAGED = "damaged"
+    """It failed its check and was put aside."""
+    UNREADABLE = "unreadable"
+    """It could not be read just now (no file handle left, no permission); it stays as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +102,8 @@ class KVStore:
         Raises:
             StoreError: the folder cannot be used, or holds no store and ``create`` is false.
         """
+        if not os.fspath(path):
+            raise StoreError("the path of the KV store is empty.")
         folder = Path(path).expanduser()
         if not create and not (folder / "index.sqlite").is_file():
             raise StoreError(f"{folder} holds no KV store.")
@@ -105,24 +115,22 @@ class KVStore:
         return self.path / "nodes" / name[:2] / f"{name}{SUFFIX}"
 
     def publish(self, encoding: bytes, nodes: Sequence[NewNode]) -> None:
-        """Write node files, then list them in the index.
+        """Write each node's file, then list it in the index; what is listed already is left alone.
 
         Raises:
             StoreError: the disk is full or not writable; nodes written before stay valid.
         """
-        rows: list[NodeRow] = []
-        try:
-            for node in nodes:
+        for node in nodes:
+            if self.has(node.key):
+                continue
+            try:
                 size = write_node(self.file(node.key), node.key, encoding, node.kv, node.text)
-                rows.append(NodeRow(node.key, len(node.kv.ids), size))
-        except OSError as error:
-            raise StoreError(
-                f"cannot write to the KV store {self.path}: {error.strerror or error}. "
-                "Nodes written before stay valid; free some space and run the same again."
-            ) from error
-        finally:
-            if rows:
-                self.index.add_nodes(encoding, rows)
+            except OSError as error:
+                raise StoreError(
+                    f"cannot write to the KV store {self.path}: {error.strerror or error}. "
+                    "Nodes written before stay valid; free some space and run the same again."
+                ) from error
+            self.index.add_nodes(encoding, [NodeRow(node.key, len(node.kv.ids), size)])
 
     def has(self, key: NodeKey) -> bool:
         """Whether the index lists the node."""
@@ -132,28 +140,39 @@ class KVStore:
         """Load a node and check it down to its token ids.
 
         A damaged file is moved to ``quarantine`` and the node forgotten, so it can be made anew.
-        """
-        row = self.index.node(key)
-        if row is None:
-            return LoadFailure.ABSENT
-        try:
-            kv = read_node(self.file(key), key, row.bytes)
-            if kv.ids != tuple(ids):
-                raise DamagedFileError("token ids differ")
-        except FileNotFoundError:
-            self.index.remove_node(key)
-            return LoadFailure.MISSING
-        except (DamagedFileError, OSError):
-            self._quarantine(key)
-            return LoadFailure.DAMAGED
-        return kv
 
-    def _quarantine(self, key: NodeKey) -> None:
+        Raises:
+            StoreError: the index cannot be read.
+        """
+        failure = LoadFailure.ABSENT
+        for attempt in range(2):  # another process may be between a file and its row: look twice
+            row = self.index.node(key)
+            if row is None:
+                return LoadFailure.ABSENT
+            try:
+                kv = read_node(self.file(key), key, row.bytes)
+                if kv.ids != tuple(ids):
+                    raise DamagedFileError("token ids differ")
+                return kv
+            except DamagedFileError:
+                failure = LoadFailure.DAMAGED
+            except OSError:
+                gone = not os.path.lexists(self.file(key))
+                failure = LoadFailure.MISSING if gone else LoadFailure.UNREADABLE
+            if attempt == 0:
+                time.sleep(SECOND_LOOK_S)
+        if failure is not LoadFailure.UNREADABLE:
+            self._forget(key)
+        return failure
+
+    def _forget(self, key: NodeKey) -> None:
+        """Best effort: whatever fails here, the node is computed anew."""
         folder = self.path / "quarantine"
         with suppress(OSError):
             folder.mkdir(exist_ok=True, mode=0o700)
             os.replace(self.file(key), folder / self.file(key).name)
-        self.index.remove_node(key)
+        with suppress(StoreError):
+            self.index.remove_node(key)
 
     def check_space(self, needed: int) -> None:
         """Refuse before writing what the disk cannot hold.
@@ -161,7 +180,10 @@ class KVStore:
         Raises:
             StoreError: fewer than ``needed`` bytes (and some spare) are free.
         """
-        free = shutil.disk_usage(self.path).free
+        try:
+            free = shutil.disk_usage(self.path).free
+        except OSError as error:
+            raise StoreError(f"the KV store {self.path} is gone: {error.strerror}.") from error
         if free < needed + SPARE_BYTES:
             raise StoreError(
                 f"not enough space for the KV store {self.path}: {needed / 1e6:,.0f} MB and "
@@ -192,25 +214,31 @@ class KVStore:
                 kv = read_node(path, row.key, row.bytes)
                 if len(kv.ids) != row.tokens:
                     raise DamagedFileError("token count differs from the index")
-                if node_key(_encoding_of(path), kv.ids) != row.key:
+                if node_key(read_encoding(path), kv.ids) != row.key:
                     raise DamagedFileError("token ids do not belong to this key")
             except FileNotFoundError:
                 problems.append(Problem(str(path), "listed in the index, but missing", row.key))
             except (DamagedFileError, OSError) as error:
                 problems.append(Problem(str(path), str(error), row.key))
-        for path in self._files():
-            if path.name.startswith(TEMPORARY_PREFIX):
-                problems.append(Problem(str(path), "left over from an interrupted write"))
-            elif path not in listed:
-                problems.append(Problem(str(path), "not listed in the index"))
+        problems += self._strangers(listed)
         return problems
+
+    def _strangers(self, listed: set[Path]) -> Iterator[Problem]:
+        """Files without a row, but for those that another process is just writing."""
+        late = {self.file(row.key) for row in self.index.nodes()} - listed
+        for path in self._files():
+            try:
+                age = time.time() - path.stat().st_mtime
+            except FileNotFoundError:  # renamed since
+                continue
+            if path.name.startswith(TEMPORARY_PREFIX):
+                if age > BEING_WRITTEN_S:
+                    yield Problem(str(path), "left over from an interrupted write")
+            elif path not in listed | late:
+                yield Problem(str(path), "not listed in the index")
 
     def _files(self) -> Iterable[Path]:
         return sorted(path for path in (self.path / "nodes").rglob("*") if path.is_file())
 
     def close(self) -> None:
         self.index.close()
-
-
-def _encoding_of(path: Path) -> bytes:
-    return bytes.fromhex(read_metadata(path).get("encoding", ""))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from lazyrag import Engine, Live, ModelError, Node, NodeText, RequestError, StoreError
 from lazyrag.engine import runner as runner_module
 from lazyrag.engine.report import NodeStatus, Reason, Tier
+from lazyrag.prompt.segments import as_live, place
 from lazyrag.store import store as store_module
 from tests.support.tiny import save_tiny
 
@@ -162,6 +165,9 @@ def test_segments_name_nodes_by_key_or_text(engine: Engine):
     assert statuses(by_key) == statuses(by_text) == [("reused", None)]
     new = engine.generate([Node(text=text(9)), Live(text=" So?")], max_new_tokens=1)
     assert statuses(new) == [("recomputed", "not stored")]
+    again = engine.generate([Node(key=engine.key_of(text(9))), Live(text="?")], max_new_tokens=1)
+    assert statuses(again) == [("reused", None)]
+    assert statuses(engine.chat(question(text(9)), max_new_tokens=1)) == [("reused", None)]
 
 
 # failure: recompute and report, never serve wrong KV
@@ -339,9 +345,16 @@ def test_what_another_engine_ingests_is_found(checkpoint, tmp_path: Path):
         ([Live(text="a"), Node()], "segment 1"),
         ([Live(text="a"), Node(text="")], "segment 1"),
         ([Live(text="a", offset=-5)], "negative offset"),
+        ([Live(text="a", offset=9_000)], "reaches position 9,001"),
+        ([Live(ids=(1, 99_999))], "99999 is no token id"),
+        ([Live(ids=(-1,))], "-1 is no token id"),
+        ([Live(ids=(1.5,))], "1.5 is no token id"),
+        ([Live(text="a"), Node(text="b \ud800")], "segment 1.*lone surrogate at character 2"),
+        ([Live(text="a"), Node(text="b" * 8_150)], "segment 1: the node has 8,150 tokens"),
+        (5, "a prompt is a string"),
+        (None, "a prompt is a string"),
         (["a", "b"], "a prompt is a string"),
     ],
-    ids=repr,
 )
 def test_bad_prompts_are_refused(engine: Engine, prompt, message: str):
     with pytest.raises(RequestError, match=message):
@@ -570,3 +583,166 @@ def test_two_engines_of_one_checkpoint_agree(checkpoint, tmp_path: Path):
     ):
         assert first.weights_digest == second.weights_digest
         assert first.precompute([text(1)]) == second.precompute([text(1)])
+
+
+def test_a_chat_is_no_string(engine: Engine):
+    with pytest.raises(RequestError, match="list of messages"):
+        engine.chat("Hello")
+    with pytest.raises(RequestError, match="GenerationOptions"):
+        engine.generate("Hello", {"max_new_tokens": 3})
+
+
+def test_one_string_is_not_many_texts(engine: Engine):
+    for method in (engine.precompute, engine.estimate):
+        with pytest.raises(RequestError, match="not one string"):
+            method("Hello")
+
+
+@pytest.mark.parametrize("node", ["a \udfff b", NodeText("a", aliases=("b \ud800",))])
+def test_a_text_that_is_no_unicode_is_named(engine: Engine, node):
+    with pytest.raises(RequestError, match=r"text 1.*lone surrogate"):
+        engine.precompute([text(1), node])
+    assert engine.store.verify() == []
+
+
+def test_full_and_fast_put_every_token_at_the_same_place(engine: Engine):
+    """A node moved by its own offset moves nothing else, in either quality."""
+    segments = [
+        Live(text="ab"),
+        Node(text=text(1), offset=900),
+        Live(text="cd"),
+        Node(text="ef gh"),
+    ]
+    runs = engine._reader.read_segments([*segments, Live(text="?")]).runs
+    fast, full = place(runs), place(as_live(runs))
+    where = dict(zip(range(len(full.live_ids)), full.live_positions, strict=True))
+    expected = [0, 1, *range(900, 900 + len(text(1)))]
+    assert [where[i] for i in range(len(expected))] == expected
+    assert full.next_position == fast.next_position
+    assert set(fast.live_positions) <= set(full.live_positions)
+
+
+def test_a_node_of_one_token_at_the_end_is_reported(engine: Engine):
+    (key,) = engine.precompute(["z"])
+    report = engine.generate([Live(text="ab"), Node(key=key)], max_new_tokens=1, strict=True).report
+    assert [(node.key, node.reason) for node in report.nodes] == [(key, Reason.LAST_TOKEN)]
+    assert (report.tokens_reused, report.tokens_computed) == (0, 3)
+
+
+def test_strict_allows_full_attention(engine: Engine):
+    engine.precompute([text(1)])
+    answer = engine.chat(question(text(1)), max_new_tokens=1, quality="full", strict=True)
+    assert answer.report.tokens_reused == 0
+
+
+def test_times_are_those_of_the_engine(engine: Engine):
+    """What the reader does between two pieces is not decode time."""
+    engine.generate("warm up", max_new_tokens=2)
+    stream = engine.stream("Once upon", max_new_tokens=6)
+    time.sleep(0.3)
+    for _ in stream:
+        time.sleep(0.3)
+    report = stream.result.report
+    assert report.ttft_s is not None and report.ttft_s < 0.25
+    assert report.decode_tokens_per_s is not None and report.decode_tokens_per_s > 5
+
+
+def test_a_stream_may_be_closed_by_another_thread(engine: Engine):
+    stream = engine.stream("Once upon a time", max_new_tokens=4_000)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.extend(stream))
+    free = engine._pool.free_pages
+    reader.start()
+    while not read:
+        time.sleep(0.01)
+    stream.close()
+    reader.join(timeout=20)
+    assert not reader.is_alive()
+    assert engine._pool.free_pages == free
+    assert list(stream) == []
+
+
+def test_a_closed_engine_says_so(checkpoint, tmp_path: Path):
+    engine = Engine.from_pretrained(checkpoint("llama"), store=tmp_path / "kv")
+    engine.close()
+    for call in (
+        lambda: engine.generate("Hello"),
+        lambda: engine.precompute([text(1)]),
+        lambda: engine.estimate([text(1)]),
+        lambda: engine.score("Hello", "x"),
+    ):
+        with pytest.raises(RequestError, match="closed"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_dtype": "int8"}, "unknown KV dtype 'int8'"),
+        ({"sink": "x" * 9_000}, "sink has 9,000 tokens"),
+        ({"pool_bytes": 10}, "holds no page"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_refused_engine_leaves_nothing_behind(checkpoint, tmp_path: Path, settings, message):
+    with pytest.raises(RequestError, match=message):
+        Engine.from_pretrained(checkpoint("llama"), store=tmp_path / "kv", **settings)
+    assert not (tmp_path / "kv").exists()
+
+
+def test_an_index_that_fails_costs_reuse_not_the_answer(engine: Engine, monkeypatch):
+    engine.precompute([text(1)])
+    expected = engine.chat(question(text(1)), max_new_tokens=3, quality="full")
+
+    def malformed(*_):
+        raise StoreError("the store's index failed: database disk image is malformed.")
+
+    monkeypatch.setattr(engine.store.index, "signatures_after", malformed)
+    answer = engine.chat(question(text(1)), max_new_tokens=3)
+    assert answer.token_ids == expected.token_ids
+    assert answer.report.warnings == [
+        "nothing is reused: the store's index failed: database disk image is malformed."
+    ]
+
+
+def test_a_damaged_signature_is_made_again(checkpoint, tmp_path: Path):
+    with Engine.from_pretrained(checkpoint("llama"), store=tmp_path / "kv") as engine:
+        engine.precompute([text(1), text(2)])
+    with sqlite3.connect(tmp_path / "kv" / "index.sqlite") as db:
+        db.execute("UPDATE texts SET signature = x'00' WHERE id = 1")
+    with Engine.from_pretrained(checkpoint("llama"), store=tmp_path / "kv") as engine:
+        report = engine.chat(question(text(1), text(2)), max_new_tokens=1).report
+        assert report.nodes_reused == 2
+
+
+def test_a_node_that_cannot_be_read_is_computed_and_stays(engine: Engine, monkeypatch):
+    (key,) = engine.precompute([text(1)])
+
+    def failing(*_):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "read_node", failing)
+        answer = engine.chat(question(text(1)), max_new_tokens=1)
+    assert statuses(answer) == [("recomputed", "unreadable")]
+    assert engine.store.has(key) and engine.store.verify() == []
+
+
+def test_many_near_misses_are_counted_once(engine: Engine, monkeypatch):
+    """A prompt is tokenised a bounded number of times, however many nodes changed."""
+    texts = [text(number, 3) for number in range(20)]
+    engine.precompute(texts)
+    changed = [one.replace("fox", "cat", 1) for one in texts]
+    messages = question(*changed)
+    encoded: list[int] = []
+    original = engine._model.tokenizer.encode_text
+
+    def counting(content: str) -> list[int]:
+        encoded.append(len(content))
+        return original(content)
+
+    monkeypatch.setattr(engine._model.tokenizer, "encode_text", counting)
+    report = engine.chat(messages, max_new_tokens=1).report
+    assert {node.reason for node in report.nodes} == {Reason.CHANGED}
+    assert len(report.nodes) > 10
+    assert sum(encoded) < 3 * len(messages[0]["content"])

@@ -38,3 +38,27 @@ def test_sinks(template: str | None, sink: str, expected: str):
     assert tokenizer.decode(ids) == expected
     if sink.startswith("My own"):
         assert not set(ids) & tokenizer.control_ids
+
+
+DATED = (
+    "<|im_start|>{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['role'] }}\n"
+    "{{ m['content'] }}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("sink", ["template", "documents"])
+def test_a_sink_is_the_same_every_day(sink: str, monkeypatch):
+    """A template that writes the date must not change every key of a store at midnight."""
+    import datetime
+
+    tokenizer = PromptTokenizer(tiny_tokenizer(DATED))
+    today = sink_ids(sink, tokenizer)
+
+    class Later(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2031, 1, 2, tzinfo=tz)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Later)
+    assert sink_ids(sink, PromptTokenizer(tiny_tokenizer(DATED))) == today
+    assert "2024" in tokenizer.decode(today)

@@ -93,7 +93,7 @@ class World:
     def both(self, batch: Batch, window: int | None = None) -> tuple[Tensor, Tensor]:
         layer = self.layer(window)
         reference = reference_attention(self.q, self.k_pool, self.v_pool, batch, layer)
-        step = CpuStep(batch, self.q.shape[1])
+        step = CpuStep(batch, *self.q.shape[1:])
         return reference, step.attend(self.q, self.k_pool, self.v_pool, layer)
 
 
@@ -130,16 +130,14 @@ def test_contiguous_pages_become_one_range():
     ]
 
 
-def test_a_node_is_read_in_place(monkeypatch):
+def test_a_node_is_read_in_place():
     """No tensor as large as a node is made while a decode step attends to it."""
     length = 4_000
-    world = World(4, 2, 64, [([300], [1, 1])])
-    pool = torch.randn(length, 2, 64)
+    layer = AttentionLayer(0.125, Rotary(torch.rand(32)))
     live = LiveSpan((length // PAGE,), torch.tensor([length]), 0)
     batch = Batch((RequestRows(live, (NodeSpan(tuple(range(length // PAGE)), length, 0),)),), PAGE)
     pool = torch.randn(length + PAGE, 2, 64)
-    step = CpuStep(batch, 4)
-    layer = world.layer()
+    step = CpuStep(batch, 4, 64)
     q = torch.randn(1, 4, 64)
     step.attend(q, pool, pool, layer)
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -216,3 +214,24 @@ def test_encoding_equals_the_reference(before, window):
     batch = Batch((RequestRows(LiveSpan(pages, positions, 0)),), PAGE)
     reference = reference_attention(q, pool, v, batch, layer)[before:]
     assert_close("encode", reference, ours, TOLERANCE)
+
+
+@pytest.mark.parametrize("nodes", [1, 20])
+def test_bfloat16_is_rounded_once_however_many_ranges(nodes: int):
+    """Output accumulated in bfloat16 would drift with the number of nodes and scattered pages."""
+    world = World(4, 2, 64, [([80 // nodes * 8] * nodes, [1] * nodes + [4])])
+    q, k, v = (x.nan_to_num().bfloat16() for x in (world.q, world.k_pool, world.v_pool))
+    layer = world.layer()
+    reference = reference_attention(q.double(), k.double(), v.double(), world.batch, layer)
+    ours = CpuStep(world.batch, *q.shape[1:]).attend(q, k, v, layer)
+    assert_close(f"bfloat16, {nodes} nodes", reference, ours.double(), 6e-3)
+
+
+def test_many_short_nodes_do_not_blow_up_the_rotated_queries(monkeypatch):
+    """A tile's queries are rotated once per segment: the bound counts them."""
+    monkeypatch.setattr(cpu_module, "TILE_BYTES", 2**18)
+    world = World(4, 2, 64, [([2] * 60, [0] * 60 + [50])])
+    step = CpuStep(world.batch, 4, 64)
+    rows = max(tile.positions.numel() for tile in step._tiles)
+    assert 1 <= rows * 61 * 4 * 64 * 4 <= 2**18
+    assert_close("many nodes", *world.both(world.batch), TOLERANCE)

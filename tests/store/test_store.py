@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from lazyrag.errors import StoreError
 from lazyrag.store import (
@@ -26,7 +27,8 @@ from lazyrag.store import (
     node_key,
 )
 from lazyrag.store import store as store_module
-from lazyrag.store.format import read_metadata
+from lazyrag.store.format import read_encoding
+from lazyrag.store.index import NodeRow
 from lazyrag.types import KVDType, NodeKey
 
 ENCODING = Encoding("aa", "bb", "cc", (1, 2), KVDType.FLOAT32, "float32")
@@ -66,9 +68,10 @@ def test_a_store_survives_reopening(store: KVStore):
 def test_files_describe_themselves(store: KVStore):
     node = make([1, 2])
     store.publish(ENCODING.digest, [node])
-    metadata = read_metadata(store.file(node.key))
+    assert read_encoding(store.file(node.key)) == ENCODING.digest
+    with safe_open(store.file(node.key), framework="pt") as file:
+        metadata = file.metadata()
     assert metadata["key"] == str(node.key)
-    assert metadata["encoding"] == ENCODING.digest.hex()
     assert metadata["text"] == node.text
 
 
@@ -161,6 +164,8 @@ def test_leftovers_and_strangers_are_named(store: KVStore):
     store.publish(ENCODING.digest, [node])
     folder = store.file(node.key).parent
     (folder / ".partial-x").write_bytes(b"half")
+    os.utime(folder / ".partial-x", (0, 0))
+    (folder / ".partial-being-written").write_bytes(b"half")
     (folder / "foreign.safetensors").write_bytes(b"?")
     assert [problem.reason for problem in store.verify()] == [
         "left over from an interrupted write",
@@ -227,6 +232,11 @@ def test_a_killed_writer_leaves_complete_nodes_only(tmp_path: Path):
         store = KVStore.open(tmp_path / "kv")
         reasons = {problem.reason for problem in store.verify()}
         assert reasons <= {"left over from an interrupted write", "not listed in the index"}
+        assert store.stats().nodes >= published
+        for number in range(min(published, 50)):
+            node = make([number] * 200)
+            loaded = store.load(node.key, node.kv.ids)
+            assert isinstance(loaded, StoredKV) and torch.equal(loaded.k, node.kv.k)
         store.close()
 
 
@@ -298,10 +308,96 @@ def test_a_newer_index_is_refused(store: KVStore):
 def test_equal_texts_share_one_row_and_others_do_not(store: KVStore):
     key = node_key(ENCODING.digest, [1])
     for _ in range(2):
-        store.index.add_texts(ENCODING.digest, [("same", key, 1, b"s"), ("other", key, 1, b"o")])
+        store.index.add_texts(
+            ENCODING.digest, [("same", key, 1, False, b"s"), ("other", key, 1, True, b"o")]
+        )
     assert store.index.text_count() == 2
     row = store.index.find_text(ENCODING.digest, "same")
     assert row is not None and row.key == key
     assert store.index.find_text(b"other encoding", "same") is None
     assert len(store.index.signatures_after(ENCODING.digest, 0)) == 2
     assert store.index.signatures_after(ENCODING.digest, row.id + 1) == []
+
+
+def _rewrite_header(path: Path, old: bytes, new: bytes) -> None:
+    assert len(old) == len(new)
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"[2,3,1,4]", b"[2,3,4,1]"), (b"[2,3,1,4]", b"[4,3,1,2]"), (b'"F32"', b'"I32"')],
+)
+def test_the_checksum_covers_shapes_and_dtypes(store: KVStore, old: bytes, new: bytes):
+    node = make([1, 2, 3])
+    store.publish(ENCODING.digest, [node])
+    _rewrite_header(store.file(node.key), old, new)
+    assert [problem.reason for problem in store.verify()] == ["checksum differs"]
+    assert store.load(node.key, [1, 2, 3]) is LoadFailure.DAMAGED
+
+
+def test_a_broken_encoding_in_the_header_is_a_problem_not_a_crash(store: KVStore):
+    node = make([1, 2, 3])
+    store.publish(ENCODING.digest, [node])
+    good = ENCODING.digest.hex().encode()
+    _rewrite_header(store.file(node.key), good, b"zz" + good[2:])
+    (problem,) = store.verify()
+    assert problem.key == node.key
+
+
+def test_a_node_that_cannot_be_read_just_now_stays(store: KVStore, monkeypatch):
+    """No file handle left, no permission: nothing is forgotten and nothing moved."""
+    node = make([1, 2, 3])
+    store.publish(ENCODING.digest, [node])
+
+    def failing(*_):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "read_node", failing)
+        assert store.load(node.key, [1, 2, 3]) is LoadFailure.UNREADABLE
+    assert isinstance(store.load(node.key, [1, 2, 3]), StoredKV)
+
+
+def test_damage_is_found_even_if_the_index_cannot_be_written(store: KVStore, monkeypatch):
+    node = make([1, 2, 3])
+    store.publish(ENCODING.digest, [node])
+    _flip_tensor(store.file(node.key), 20)
+
+    def locked(*_):
+        raise StoreError("database is locked")
+
+    monkeypatch.setattr(store.index, "remove_node", locked)
+    assert store.load(node.key, [1, 2, 3]) is LoadFailure.DAMAGED
+
+
+def test_a_file_between_its_writing_and_its_row_is_looked_at_twice(store: KVStore, monkeypatch):
+    """Another process rewrites a node: file first, row a moment later. Nothing is put aside."""
+    node = make([1, 2, 3])
+    store.publish(ENCODING.digest, [node])
+    size = store.file(node.key).stat().st_size
+    store.index.add_nodes(ENCODING.digest, [NodeRow(node.key, 3, size + 1)])
+    monkeypatch.setattr(
+        store_module.time,
+        "sleep",
+        lambda _: store.index.add_nodes(ENCODING.digest, [NodeRow(node.key, 3, size)]),
+    )
+    assert isinstance(store.load(node.key, [1, 2, 3]), StoredKV)
+    assert store.stats().quarantined == 0
+
+
+def test_a_store_removed_while_open_takes_nothing_in(store: KVStore):
+    store.publish(ENCODING.digest, [make([1])])
+    shutil.rmtree(store.path)
+    with pytest.raises(StoreError, match="removed or replaced"):
+        store.publish(ENCODING.digest, [make([2])])
+    with pytest.raises(StoreError, match=r"is gone|removed or replaced"):
+        shutil.rmtree(store.path, ignore_errors=True)
+        store.check_space(1)
+
+
+def test_an_empty_path(tmp_path):
+    with pytest.raises(StoreError, match="empty"):
+        KVStore.open("")

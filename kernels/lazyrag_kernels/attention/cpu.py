@@ -21,8 +21,8 @@ from torch import Tensor
 from lazyrag_kernels.attention.batch import AttentionLayer, Batch, RequestRows, slot_ranges
 from lazyrag_kernels.rope import Rotary, cos_sin, rotate
 
-SCORE_BUFFER_BYTES = 32 * 2**20
-"""Upper bound of one tile's score buffer (a tile has at least one row)."""
+TILE_BYTES = 32 * 2**20
+"""Upper bound of one tile's scores and rotated queries (a tile has at least one row)."""
 MAX_TILE_ROWS = 256
 """Longer tiles would compute more masked scores above the causal diagonal."""
 
@@ -54,16 +54,16 @@ class CpuStep:
 
     Args:
         batch: requests, segments, pages.
-        q_heads: number of query heads (bounds the tile size).
+        q_heads, head_dim: of the queries (they bound the tile size).
     """
 
-    def __init__(self, batch: Batch, q_heads: int) -> None:
+    def __init__(self, batch: Batch, q_heads: int, head_dim: int) -> None:
         self._tiles: list[_Tile] = []
         self._tables: dict[Rotary, list[tuple[Tensor, Tensor]]] = {}
         self._masks: dict[int | None, list[Tensor | None]] = {}
         first = 0
         for request in batch.requests:
-            self._tiles += _tiles(request, first, batch.page_size, q_heads)
+            self._tiles += _tiles(request, first, batch.page_size, q_heads, head_dim)
             first += request.rows
 
     def attend(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, layer: AttentionLayer) -> Tensor:
@@ -101,12 +101,15 @@ class CpuStep:
         return self._masks[window]
 
 
-def _tiles(request: RequestRows, first: int, page_size: int, q_heads: int) -> list[_Tile]:
+def _tiles(
+    request: RequestRows, first: int, page_size: int, q_heads: int, head_dim: int
+) -> list[_Tile]:
     live = request.live
     nodes = [node for node in request.nodes if node.length]
     offsets = torch.tensor([node.offset for node in nodes] + [0])
-    most_keys = sum(node.length for node in nodes) + live.length
-    tile_rows = max(1, min(MAX_TILE_ROWS, SCORE_BUFFER_BYTES // (4 * q_heads * most_keys)))
+    keys = sum(node.length for node in nodes) + live.length
+    row_bytes = 4 * q_heads * (keys + offsets.numel() * head_dim)  # scores and rotated queries
+    tile_rows = max(1, min(MAX_TILE_ROWS, TILE_BYTES // row_bytes))
     tiles = []
     for start in range(0, request.rows, tile_rows):
         stop = min(start + tile_rows, request.rows)
@@ -185,9 +188,9 @@ def _attend_tile(
         by_row = scores[:, :, -hidden.shape[1] :].unflatten(1, (rows, group))
         by_row.masked_fill_(hidden[:, None], float("-inf"))
     weights = torch.softmax(scores, dim=-1, out=scores)
-    sums = torch.zeros_like(rotated[0])
+    sums = torch.zeros_like(rotated[0], dtype=torch.float32)  # rounded once, however many ranges
     for span in tile.ranges:
         above = span.first_row * group
         v = v_pool[span.slots].permute(1, 0, 2)  # [kv_heads, slots, head_dim], a view
-        sums[:, above:].baddbmm_(weights[:, above:, span.columns], v)
+        sums[:, above:] += torch.bmm(weights[:, above:, span.columns], v)
     out.copy_(sums.unflatten(1, (rows, group)).permute(1, 0, 2, 3).flatten(1, 2))
