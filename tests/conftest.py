@@ -9,6 +9,8 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin starve shared machines
 os.environ["ANONYMIZED_TELEMETRY"] = "False"
+if os.environ.get("LAZYRAG_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the default suite is that of the CPU, on any machine
 
 import pytest
 

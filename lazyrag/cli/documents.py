@@ -159,6 +159,7 @@ def extract_text(data: bytes, suffix: str) -> str:
         else:
             nothing = "nothing but white space"
     text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = text.encode("utf-8", "replace").decode("utf-8")  # PDFs hold lone surrogates
     if not text.strip():
         raise EmptyDocumentError(nothing)
     return text

@@ -3,9 +3,9 @@
 Made for the CPU; it runs on any device torch knows, and is the path wherever no kernel is.
 
 A step is planned once (`CpuStep`) and used by every layer. Rows are cut into tiles, so that the
-scores of a tile stay small however long the prompt is. Per tile and contiguous slot range there is
-one batched product into a shared score buffer, one softmax over all keys, and one batched product
-per range that accumulates the output:
+scores of a tile stay small however long the prompt is. Per tile there is one batched product for
+each contiguous slot range, one softmax over all keys, and one batched product per range that
+accumulates the output:
 
     scores  [kv_heads, tile_rows * group, keys]      keys = node ranges, then live ranges; the
                                                      tile's own tokens are the last columns
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lazyrag_kernels.attention.batch import AttentionLayer, Batch, RequestRows, slot_ranges
 from lazyrag_kernels.rope import Rotary, cos_sin, rotate
@@ -177,13 +178,13 @@ def _attend_tile(
     # [segments, rows, q_heads, head_dim] -> [segments, kv_heads, rows * group, head_dim]
     rotated = rotate(q.float() * scale, cos.unsqueeze(2), sin.unsqueeze(2)).to(q.dtype)
     rotated = rotated.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-    scores = torch.empty(kv_heads, rows * group, tile.keys, dtype=q.dtype, device=q.device)
+    parts = []
     for span in tile.ranges:
         above = span.first_row * group
         k = k_pool[span.slots].permute(1, 2, 0)  # [kv_heads, head_dim, slots], a view
-        torch.bmm(rotated[span.segment, :, above:], k, out=scores[:, above:, span.columns])
-        if above:
-            scores[:, :above, span.columns] = float("-inf")
+        part = torch.bmm(rotated[span.segment, :, above:], k)
+        parts.append(pad(part, (0, 0, above, 0), value=float("-inf")) if above else part)
+    scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
     if hidden is not None:
         by_row = scores[:, :, -hidden.shape[1] :].unflatten(1, (rows, group))
         by_row.masked_fill_(hidden[:, None], float("-inf"))
@@ -192,5 +193,8 @@ def _attend_tile(
     for span in tile.ranges:
         above = span.first_row * group
         v = v_pool[span.slots].permute(1, 0, 2)  # [kv_heads, slots, head_dim], a view
-        sums[:, above:] += torch.bmm(weights[:, above:, span.columns], v)
+        if v.dtype == torch.float32:
+            sums[:, above:].baddbmm_(weights[:, above:, span.columns], v)
+        else:
+            sums[:, above:] += torch.bmm(weights[:, above:, span.columns], v)
     out.copy_(sums.unflatten(1, (rows, group)).permute(1, 0, 2, 3).flatten(1, 2))
