@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lazyrag_kernels.attention.batch import AttentionLayer, Batch, RequestRows, slot_ranges
 from lazyrag_kernels.rope import Rotary, cos_sin, rotate
@@ -180,10 +179,10 @@ def _attend_tile(
     rotated = rotated.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     parts = []
     for span in tile.ranges:
-        above = span.first_row * group
         k = k_pool[span.slots].permute(1, 2, 0)  # [kv_heads, head_dim, slots], a view
-        part = torch.bmm(rotated[span.segment, :, above:], k)
-        parts.append(pad(part, (0, 0, above, 0), value=float("-inf")) if above else part)
+        part = torch.bmm(rotated[span.segment], k)
+        part[:, : span.first_row * group] = float("-inf")  # rows of the tile before the node
+        parts.append(part)
     scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
     if hidden is not None:
         by_row = scores[:, :, -hidden.shape[1] :].unflatten(1, (rows, group))
@@ -191,10 +190,9 @@ def _attend_tile(
     weights = torch.softmax(scores, dim=-1, out=scores)
     sums = torch.zeros_like(rotated[0], dtype=torch.float32)  # rounded once, however many ranges
     for span in tile.ranges:
-        above = span.first_row * group
         v = v_pool[span.slots].permute(1, 0, 2)  # [kv_heads, slots, head_dim], a view
         if v.dtype == torch.float32:
-            sums[:, above:].baddbmm_(weights[:, above:, span.columns], v)
+            sums.baddbmm_(weights[:, :, span.columns], v)
         else:
-            sums[:, above:] += torch.bmm(weights[:, above:, span.columns], v)
+            sums += torch.bmm(weights[:, :, span.columns], v)
     out.copy_(sums.unflatten(1, (rows, group)).permute(1, 0, 2, 3).flatten(1, 2))
