@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from functools import lru_cache
 
 from lazyrag.prompt.anchors import TextSignature, sign
 from lazyrag.prompt.read import FoundNear, FoundNode, FoundTexts
@@ -12,6 +13,9 @@ from lazyrag.prompt.segments import NodeSource
 from lazyrag.prompt.tokenise import PromptTokenizer
 from lazyrag.store import KVStore, TextRow, node_key
 from lazyrag.types import NodeKey, TextId
+
+REMEMBERED_TEXTS = 512
+"""Texts whose ids are kept in memory (about 20 KB for a node of 400 tokens)."""
 
 
 class Library:
@@ -30,9 +34,14 @@ class Library:
         self._recogniser = Recogniser(self._text)
         self._last = 0
         self._lock = threading.Lock()
+        # a retrieved node is retrieved again: its tokens need not be found again
+        self._identified = lru_cache(maxsize=REMEMBERED_TEXTS)(self._identify)
 
     def identify(self, text: str) -> tuple[NodeKey, tuple[int, ...]]:
         """Key and ids of a text, whether or not it is registered."""
+        return self._identified(text)
+
+    def _identify(self, text: str) -> tuple[NodeKey, tuple[int, ...]]:
         ids = tuple(self._tokenizer.encode_text(text))
         return node_key(self._encoding, ids), ids
 
