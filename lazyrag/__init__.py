@@ -12,7 +12,16 @@ if TYPE_CHECKING:
     from lazyrag.engine.ingest import IngestEstimate
     from lazyrag.engine.report import NodeReport, ReuseReport
     from lazyrag.errors import LazyRagError, ModelError, RequestError, StoreError
-    from lazyrag.types import GenerationOptions, KVDType, Live, Node, NodeKey, NodeText, Quality
+    from lazyrag.types import (
+        GenerationOptions,
+        KVDType,
+        Live,
+        Node,
+        NodeKey,
+        NodeText,
+        Quality,
+        Reference,
+    )
 
 _HOME = {
     "Engine": "lazyrag.engine.engine",
@@ -32,6 +41,7 @@ _HOME = {
     "NodeKey": "lazyrag.types",
     "NodeText": "lazyrag.types",
     "Quality": "lazyrag.types",
+    "Reference": "lazyrag.types",
 }
 
 __version__ = version("lazyrag")
@@ -51,6 +61,7 @@ __all__ = [
     "NodeReport",
     "NodeText",
     "Quality",
+    "Reference",
     "RequestError",
     "ReuseReport",
     "StoreError",

@@ -63,6 +63,14 @@ DEFAULT_SINK = "documents"
 """What nodes are encoded behind unless told otherwise; the names are in `lazyrag.engine.sink`."""
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Reference:
+    """Who needs a node: document ``name`` of collection ``owner``; neither may be empty."""
+
+    owner: str
+    name: str
+
+
 @dataclass(frozen=True, slots=True)
 class NodeText:
     """A text to ingest, in the exact form in which it will reach the model.
@@ -72,11 +80,18 @@ class NodeText:
         aliases: other forms of the same node; they are registered now and encoded at their
             first use in a prompt.
         label: what to call the node in messages to the user (a file name, say).
+        reference: who needs the node, until `Engine.release`; None = it is kept for good.
     """
 
     text: str
     aliases: tuple[str, ...] = ()
     label: str | None = None
+    reference: Reference | None = None
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The text and its aliases."""
+        return (self.text, *self.aliases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +144,14 @@ class GenerationOptions:
         repetition_penalty: above 1 discourages tokens already in prompt or answer; 1 = off.
         seed: of the random stream; None = a fresh one. The stream depends on seed and step only.
         stop: strings that end the answer; never part of it, in any form of delivery.
+        json_schema: a JSON Schema as JSON text; None = off. The answer is one JSON value of this
+            schema without white space between its parts, whatever the other options say, unless it
+            is cut: by ``max_new_tokens`` (the finish reason is ``length``) or by a stop string,
+            also one inside a JSON string. Needs the extra ``structured``.
         quality: see `Quality`.
         strict: raise instead of answering when a known node had to be computed anew.
+        timeout_s: seconds from the call after which the request is stopped with an error; looked at
+            between forward passes. None = no limit.
     """
 
     max_new_tokens: int | None = None
@@ -141,5 +162,7 @@ class GenerationOptions:
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = field(default=())
+    json_schema: str | None = None
     quality: Quality = Quality.FAST
     strict: bool = False
+    timeout_s: float | None = None

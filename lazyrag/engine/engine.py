@@ -15,9 +15,10 @@ from weakref import WeakValueDictionary
 import torch
 
 from lazyrag.engine import doctor
+from lazyrag.engine.constraint import JsonConstraints
 from lazyrag.engine.encode import Encoder
 from lazyrag.engine.generation import Generation, GenerationStream
-from lazyrag.engine.ingest import IngestEstimate, Ingestor
+from lazyrag.engine.ingest import IngestEstimate, Ingestor, kept_texts
 from lazyrag.engine.library import Library
 from lazyrag.engine.nodes import NodeLoader, NodePlacer
 from lazyrag.engine.pool import PagePool
@@ -27,7 +28,7 @@ from lazyrag.engine.runner import Runner
 from lazyrag.engine.sampling import make_options
 from lazyrag.engine.sink import sink_ids
 from lazyrag.errors import RequestError
-from lazyrag.model.load import LoadedModel, load_model
+from lazyrag.model.load import LoadedModel, load_model, parse_device, parse_dtype
 from lazyrag.prompt.read import PromptReader, ReadPrompt
 from lazyrag.store import Encoding, KVStore
 from lazyrag.types import (
@@ -40,6 +41,7 @@ from lazyrag.types import (
     NodeText,
     Prompt,
     Quality,
+    Reference,
 )
 
 PAGE_SIZE = 16
@@ -60,6 +62,7 @@ class Engine:
 
     _shared: ClassVar[WeakValueDictionary[tuple[Any, ...], Engine]] = WeakValueDictionary()
     _shared_lock: ClassVar[threading.Lock] = threading.Lock()
+    _loading: ClassVar[dict[tuple[Any, ...], threading.Lock]] = {}
 
     def __init__(
         self,
@@ -108,6 +111,7 @@ class Engine:
         loader = NodeLoader(self.store, digest, encoder, library)
         placer = NodePlacer(self._pool, geometry, loader)
         self._runner = Runner(model, self._pool, placer, loader, self._lock)
+        self._constraints = JsonConstraints(model)
 
     @classmethod
     def from_pretrained(
@@ -168,18 +172,26 @@ class Engine:
         """
         if store is None:
             return cls.from_pretrained(model, **settings)
-        defaults = inspect.signature(cls.from_pretrained).parameters
-        chosen = {name: defaults[name].default for name in defaults} | settings
-        name = os.fspath(model)
-        chosen["model"] = str(Path(name).resolve()) if Path(name).exists() else name
-        chosen["store"] = str(Path(store).expanduser().resolve())
-        key = tuple(sorted((name, str(value)) for name, value in chosen.items()))
+        key = _shared_key(model, store, settings)
         with cls._shared_lock:
+            loading = cls._loading.setdefault(key, threading.Lock())
+        with loading:  # of two callers one loads; callers for other engines do not wait
             engine = cls._shared.get(key)
             if engine is None or engine._closed:
                 engine = cls.from_pretrained(model, store=store, **settings)
                 cls._shared[key] = engine
             return engine
+
+    def share(self, **settings: Any) -> None:
+        """Let `shared` find this engine under its model and store and these settings.
+
+        An open engine that is found there already stays.
+        """
+        key = _shared_key(self.model_name, self.store.path, settings)
+        with self._shared_lock:
+            known = self._shared.get(key)
+            if known is None or known._closed:
+                self._shared[key] = self
 
     # what it is
 
@@ -192,6 +204,11 @@ class Engine:
     def model_note(self) -> str | None:
         """A sentence to repeat wherever quality is reported, or None."""
         return self._model.note
+
+    @property
+    def device(self) -> str:
+        """Where it computes: ``cpu``, ``cuda:0``, ..."""
+        return str(self._model.device)
 
     @property
     def weights_digest(self) -> str:
@@ -215,6 +232,10 @@ class Engine:
     def count_tokens(self, text: str) -> int:
         """Tokens of a text as a node or as live text."""
         return len(self._model.tokenizer.encode_text(text))
+
+    def text_ids(self, text: str) -> list[int]:
+        """The ids of a text as a node or as live text."""
+        return list(self._model.tokenizer.encode_text(text))
 
     def token_ids(self, prompt: Prompt | Sequence[Mapping[str, str]]) -> list[int]:
         """The ids of a prompt as this engine reads it (invariant 4: segment by segment)."""
@@ -240,8 +261,10 @@ class Engine:
     ) -> list[NodeKey]:
         """Compute and store the KV of every text that is not stored yet, and register all.
 
-        Texts are read as a stream and memory stays bounded. Interrupted, it leaves complete nodes
-        only; the same call again does the rest.
+        A text is registered for the reference of its `NodeText`, in addition to those it has; a
+        text that was ever registered without one is kept for good. Texts are read as a stream and
+        memory stays bounded. Interrupted, it leaves complete nodes only; the same call again does
+        the rest.
 
         Args:
             texts: in the exact form in which they will reach the model.
@@ -252,7 +275,8 @@ class Engine:
             One key a text, in order; equal texts have equal keys.
 
         Raises:
-            RequestError: a text is empty or longer than the context window; names which.
+            RequestError: a text is empty or longer than the context window, or its reference has
+                no owner or no name; names which.
             StoreError: the disk cannot hold it.
         """
         self._check_open()
@@ -262,6 +286,47 @@ class Engine:
             with token_bar("encoding") as bar:
                 return self._ingestor.precompute(texts, bar)
         return self._ingestor.precompute(texts, progress)
+
+    def register(self, texts: Iterable[str | NodeText]) -> int:
+        """Make texts findable that are encoded and stored when a prompt first holds them.
+
+        What is registered already stays as it is and gets no other reference. Texts that cannot be
+        a node (empty, longer than the context window, no valid Unicode) are passed over.
+
+        Returns:
+            How many texts, aliases among them, were not registered before.
+
+        Raises:
+            RequestError: a reference has no owner or no name; names which.
+            StoreError: the store's index cannot be read or written.
+        """
+        self._check_open()
+        return self._ingestor.register(texts)
+
+    def release(self, references: Iterable[Reference], keep: Iterable[str | NodeText] = ()) -> int:
+        """Drop references, and the texts and nodes of this engine that nobody refers to any more.
+
+        The KV of such a node is deleted from the store, and from memory when no running request
+        uses it. Texts that were registered without a reference are never dropped.
+
+        Args:
+            references: those to drop; unknown ones are ignored.
+            keep: for each of these whose reference is among ``references``, the reference stays on
+                the text and its aliases: what a changed document still consists of.
+
+        Returns:
+            How many nodes were deleted.
+
+        Raises:
+            RequestError: a reference has no owner or no name.
+            StoreError: the store's index cannot be written; nothing was dropped.
+        """
+        self._check_open()
+        kept = kept_texts(references, keep)
+        with self._lock:  # no request is between finding a node in the store and using it
+            gone = self._library.release(kept)
+            self._runner.drop(gone)
+        return len(gone)
 
     # generation
 
@@ -275,7 +340,8 @@ class Engine:
             options: how to decode; ``overrides`` are fields of it.
 
         Raises:
-            RequestError: a bad option, an empty prompt, or one that does not fit.
+            RequestError: a bad option, a schema that cannot be served, an empty prompt, or one
+                that does not fit.
         """
         return _drain(self.stream(prompt, options, **overrides))
 
@@ -334,7 +400,9 @@ class Engine:
         if options is not None and not isinstance(options, GenerationOptions):
             raise RequestError("options is a GenerationOptions; give single options by name.")
         chosen = make_options(options, overrides)
-        request = Request.from_prompt(self._read(prompt), chosen, self._model, started)
+        schema = chosen.json_schema
+        constraint = None if schema is None else self._constraints.make(schema)
+        request = Request.from_prompt(self._read(prompt), chosen, constraint, self._model, started)
         self._runner.check_fits(request)
         return request
 
@@ -402,6 +470,21 @@ def _drain(stream: GenerationStream) -> Generation:
         for _ in stream:
             pass
         return stream.result
+
+
+def _shared_key(
+    model: str | os.PathLike[str], store: str | os.PathLike[str], settings: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    defaults = inspect.signature(Engine.from_pretrained).parameters
+    chosen = {name: defaults[name].default for name in defaults} | dict(settings)
+    name = os.fspath(model)
+    chosen["model"] = str(Path(name).resolve()) if Path(name).exists() else name
+    chosen["store"] = str(Path(store).expanduser().resolve())
+    chosen["device"] = device = parse_device(chosen["device"])
+    chosen["dtype"] = dtype = str(parse_dtype(chosen["dtype"], device)).removeprefix("torch.")
+    if chosen["kv_dtype"] == KVDType.MODEL:
+        chosen["kv_dtype"] = dtype
+    return tuple(sorted((name, str(value)) for name, value in chosen.items()))
 
 
 def _encoding(model: LoadedModel, sink: str, kv_dtype: KVDType | str, tenant: str) -> Encoding:

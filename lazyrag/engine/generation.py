@@ -20,7 +20,7 @@ class Generation:
     Attributes:
         text: without special tokens, stop strings and what would follow them.
         token_ids: every generated id, the end-of-text id included.
-        finish_reason: ``stop`` (end of text or a stop string) or ``length``.
+        finish_reason: ``stop`` (end of text, a stop string or a complete JSON value) or ``length``.
         report: what was reused and what was not.
     """
 

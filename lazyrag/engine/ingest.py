@@ -15,8 +15,8 @@ from lazyrag.engine.library import Library
 from lazyrag.errors import RequestError
 from lazyrag.model.geometry import Geometry
 from lazyrag.prompt.read import check_unicode
-from lazyrag.store import KVStore, NewNode
-from lazyrag.types import NodeKey, NodeText
+from lazyrag.store import KVStore, NewNode, NewText
+from lazyrag.types import NodeKey, NodeText, Reference
 
 READ_AHEAD = 64
 """Texts looked at together, so that batches hold texts of similar length."""
@@ -46,8 +46,7 @@ class IngestEstimate:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    text: str
-    aliases: tuple[str, ...]
+    node: NodeText
     key: NodeKey
     ids: tuple[int, ...]
 
@@ -96,25 +95,24 @@ class Ingestor:
         keys: list[NodeKey] = []
         done = 0
         for items in self._windows(texts):
-            missing = self._missing(items)
-            for indices in length_batches([len(item.ids) for item in missing]):
-                batch = [missing[index] for index in indices]
-                self._store.check_space(
-                    sum(len(item.ids) for item in batch) * self._bytes_per_token
-                )
-                with self._lock:
-                    encoded = self._encoder.encode([item.ids for item in batch])
-                nodes = [
-                    NewNode(item.key, kv, item.text)
-                    for item, kv in zip(batch, encoded, strict=True)
-                ]
-                self._store.publish(self._encoding, nodes)
-                done += sum(len(item.ids) for item in batch)
+            for tokens in self._store_missing(items):
+                done += tokens
                 if progress is not None:
                     progress(done, total)
-            self._register(items)
+            self._register(self._described(items))
+            for _ in self._store_missing(items):  # what was released before we referred to it
+                pass
             keys += [item.key for item in items]
         return keys
+
+    def register(self, texts: Iterable[str | NodeText]) -> int:
+        """See `lazyrag.Engine.register`."""
+        return self._register(
+            self._library.describe(form, node.reference, alias=True)
+            for _, node in _named(texts)
+            for form in node.forms
+            if form.strip() and not self._library.knows(form) and _is_unicode(form)
+        )
 
     def estimate(self, texts: Iterable[str | NodeText], *, measure: bool = True) -> IngestEstimate:
         """See `lazyrag.Engine.estimate`."""
@@ -133,16 +131,12 @@ class Ingestor:
         )
 
     def _windows(self, texts: Iterable[str | NodeText]) -> Iterator[list[_Item]]:
-        if isinstance(texts, str):
-            raise RequestError("texts must be a list of texts, not one string.")
-        numbered = enumerate(texts)
-        while window := list(islice(numbered, READ_AHEAD)):
-            yield [self._item(number, text) for number, text in window]
+        named = _named(texts)
+        while window := list(islice(named, READ_AHEAD)):
+            yield [self._item(name, node) for name, node in window]
 
-    def _item(self, number: int, text: str | NodeText) -> _Item:
-        node = NodeText(text) if isinstance(text, str) else text
-        name = f"text {number}" + (f" ({node.label})" if node.label else "")
-        for form in (node.text, *node.aliases):
+    def _item(self, name: str, node: NodeText) -> _Item:
+        for form in node.forms:
             check_unicode(name, form)
         if not node.text.strip():
             raise RequestError(f"{name} is empty: there is nothing to ingest.")
@@ -152,22 +146,41 @@ class Ingestor:
                 f"{name} has {len(ids):,} tokens, the model's context window leaves "
                 f"{self._longest:,} for one node. Split it into smaller chunks."
             )
-        aliases = tuple(alias for alias in node.aliases if alias.strip() and alias != node.text)
-        return _Item(node.text, aliases, key, ids)
+        return _Item(node, key, ids)
 
     def _missing(self, items: list[_Item]) -> list[_Item]:
         unique = {item.key: item for item in items}
         return [item for item in unique.values() if not self._store.has(item.key)]
 
-    def _register(self, items: list[_Item]) -> None:
-        rows: dict[str, tuple[NodeKey, int, bool]] = {}
+    def _store_missing(self, items: list[_Item]) -> Iterator[int]:
+        """Encode and store what the store does not have; yields the tokens of each batch."""
+        missing = self._missing(items)
+        for indices in length_batches([len(item.ids) for item in missing]):
+            batch = [missing[index] for index in indices]
+            tokens = sum(len(item.ids) for item in batch)
+            self._store.check_space(tokens * self._bytes_per_token)
+            with self._lock:
+                encoded = self._encoder.encode([item.ids for item in batch])
+            nodes = [
+                NewNode(item.key, kv, item.node.text)
+                for item, kv in zip(batch, encoded, strict=True)
+            ]
+            self._store.publish(self._encoding, nodes)
+            yield tokens
+
+    def _described(self, items: list[_Item]) -> Iterator[NewText]:
         for item in items:
-            for alias in item.aliases:
-                key, ids = self._library.identify(alias)
-                if len(ids) <= self._longest:
-                    rows.setdefault(alias, (key, len(ids), True))
-        rows |= {item.text: (item.key, len(item.ids), False) for item in items}
-        self._library.register((text, *row) for text, row in rows.items())
+            for form in item.node.forms:
+                if form.strip():
+                    alias = form != item.node.text
+                    yield self._library.describe(form, item.node.reference, alias=alias)
+
+    def _register(self, texts: Iterable[NewText]) -> int:
+        """Register the texts that a node can hold; returns how many different ones."""
+        rows = [text for text in texts if text.tokens <= self._longest]
+        if rows:
+            self._library.register(rows)
+        return len({row.text for row in rows})
 
     def _measure(self) -> float:
         """Seconds a token, from one short batch."""
@@ -179,3 +192,44 @@ class Ingestor:
                 self._encoder.encode(ids)
                 self._seconds_per_token = (time.perf_counter() - start) / 512
         return self._seconds_per_token
+
+
+def kept_texts(
+    references: Iterable[Reference], keep: Iterable[str | NodeText]
+) -> dict[Reference, set[str]]:
+    """The references to drop, each with the texts of ``keep`` that stay referred to by it.
+
+    Raises:
+        RequestError: a reference without owner or name.
+    """
+    kept: dict[Reference, set[str]] = {}
+    for reference in references:
+        _check_reference("a reference to release", reference)
+        kept[reference] = set()
+    for _, node in _named(keep):
+        if node.reference in kept:
+            kept[node.reference].update(node.forms)
+    return kept
+
+
+def _named(texts: Iterable[str | NodeText]) -> Iterator[tuple[str, NodeText]]:
+    """Each text with what to call it in messages; its reference is checked."""
+    if isinstance(texts, str):
+        raise RequestError("texts must be a list of texts, not one string.")
+    for number, text in enumerate(texts):
+        node = NodeText(text) if isinstance(text, str) else text
+        name = f"text {number}" + (f" ({node.label})" if node.label else "")
+        if node.reference is not None:
+            _check_reference(f"the reference of {name}", node.reference)
+        yield name, node
+
+
+def _check_reference(name: str, reference: Reference) -> None:
+    if not isinstance(reference, Reference) or not reference.owner or not reference.name:
+        raise RequestError(f"{name} needs an owner and a name: {reference!r}.")
+    for part in (reference.owner, reference.name):
+        check_unicode(name, part)
+
+
+def _is_unicode(text: str) -> bool:
+    return text.encode(errors="ignore").decode() == text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from lazyrag.prompt.anchors import TextSignature, sign
@@ -11,15 +11,15 @@ from lazyrag.prompt.read import FoundNear, FoundNode, FoundTexts
 from lazyrag.prompt.recognise import Recogniser
 from lazyrag.prompt.segments import NodeSource
 from lazyrag.prompt.tokenise import PromptTokenizer
-from lazyrag.store import KVStore, TextRow, node_key
-from lazyrag.types import NodeKey, TextId
+from lazyrag.store import KVStore, NewText, TextRow, node_key
+from lazyrag.types import NodeKey, Reference, TextId
 
 REMEMBERED_TEXTS = 512
 """Texts whose ids are kept in memory (about 20 KB for a node of 400 tokens)."""
 
 
 class Library:
-    """Registered texts of one store and encoding; follows what other processes register.
+    """Registered texts of one store and encoding; follows what other processes do to them.
 
     Args:
         store: whose index holds the texts.
@@ -28,6 +28,7 @@ class Library:
     """
 
     def __init__(self, store: KVStore, encoding: bytes, tokenizer: PromptTokenizer) -> None:
+        self._store = store
         self._index = store.index
         self._encoding = encoding
         self._tokenizer = tokenizer
@@ -45,16 +46,29 @@ class Library:
         ids = tuple(self._tokenizer.encode_text(text))
         return node_key(self._encoding, ids), ids
 
-    def register(self, texts: Iterable[tuple[str, NodeKey, int, bool]]) -> None:
-        """Make (text, key, tokens, alias) findable.
+    def describe(self, text: str, reference: Reference | None, *, alias: bool) -> NewText:
+        """A text as `register` takes it."""
+        key, ids = self._identified(text)
+        return NewText(text, key, len(ids), alias, sign(text).to_bytes(), reference)
+
+    def register(self, texts: Iterable[NewText]) -> None:
+        """Make texts findable.
 
         Raises:
             StoreError: the index cannot be written.
         """
-        rows = [
-            (text, key, tokens, alias, sign(text).to_bytes()) for text, key, tokens, alias in texts
-        ]
-        self._index.add_texts(self._encoding, rows)
+        self._index.add_texts(self._encoding, texts)
+
+    def release(self, kept: Mapping[Reference, Iterable[str]]) -> list[NodeKey]:
+        """Drop references (see `KVStore.release`); returns the nodes that went with them."""
+        released = self._store.release(self._encoding, kept)
+        with self._lock:
+            self._recogniser.discard(released.texts)
+        return released.nodes
+
+    def knows(self, text: str) -> bool:
+        """Whether a text is registered."""
+        return self._index.find_text(self._encoding, text) is not None
 
     def source_of(self, text: str) -> NodeSource:
         """Whether a text was ingested, is an alias, or is not known."""

@@ -52,7 +52,8 @@ class NodeLoader:
         try:
             self._store.publish(self._encoding, [NewNode(run.key, kv, run.text)])
             if run.text is not None and run.source is NodeSource.GIVEN:
-                self._library.register([(run.text, run.key, len(run.ids), False)])
+                self._library.register([self._library.describe(run.text, None, alias=False)])
+            self._store.sweep([run.key])  # its text may have been released since it was found
         except StoreError as error:
             logger.warning("node %s is used but not stored: %s", run.key, error)
         return kv, Origin(Tier.NONE, 0, _reason(stored, run.source))
@@ -88,7 +89,7 @@ class NodePlacer:
         Args:
             runs: the nodes; one may occur more than once.
             origins: filled with where each node came from; an earlier entry (of an attempt that
-                found no room) stays.
+                found no room) stays, unless the node had to be computed since.
         """
         held: dict[NodeKey, ResidentNode] = {}
         complete = False
@@ -109,6 +110,8 @@ class NodePlacer:
                 if brought is None:
                     return None
                 held[run.key], origin = brought
+                if origin.reason is not None:
+                    origins[run.key] = origin
                 origins.setdefault(run.key, origin)
             complete = True
             return held

@@ -137,7 +137,7 @@ class PagePool:
         if count > self.free_pages + self.evictable_pages:
             return None
         while self.free_pages < count:
-            self._evict_one()
+            self._evict(next(key for key, node in self._resident.items() if not node.users))
         return self._allocator.allocate(count)
 
     def release(self, pages: Pages) -> None:
@@ -165,11 +165,16 @@ class PagePool:
             raise ValueError(f"node {key} is not in use")
         node.users -= 1
 
+    def drop(self, key: NodeKey) -> None:
+        """Give up a node's place; one in use stays, and is an idle node like any other later."""
+        node = self._resident.get(key)
+        if node is not None and not node.users:
+            self._evict(key)
+
     def __contains__(self, key: NodeKey) -> bool:
         return key in self._resident
 
-    def _evict_one(self) -> None:
-        key = next(key for key, node in self._resident.items() if not node.users)
+    def _evict(self, key: NodeKey) -> None:
         self._allocator.release(self._resident.pop(key).pages)
 
     def slots(self, pages: Pages, first: int, count: int) -> torch.Tensor:

@@ -28,11 +28,13 @@ class Reason(StrEnum):
     """Why a node was computed anew."""
 
     FIRST_USE = "first use"
-    """Registered as another form of an ingested node, encoded and stored by this request."""
+    """Registered (another form of an ingested node, say), encoded and stored by this request."""
     CHANGED = "changed"
     """The prompt holds a text close to, but not equal to, the ingested one."""
     CUT = "cut"
     """The prompt holds only one part of the ingested text."""
+    QUOTED = "quoted"
+    """The prompt holds the text inside quotes, with its line ends spelled out (a list, JSON)."""
     DAMAGED = "damaged"
     """The stored file failed its check and was put aside."""
     MISSING = "missing"
@@ -81,12 +83,16 @@ class NodeReport:
 class ReuseReport:
     """Counts are tokens, sizes bytes, times seconds; ``version`` changes with a field's meaning.
 
+    ``tokens_computed`` counts what went through the model before the first token; a node that
+    stands twice in a prompt is reused twice, but computed once.
+
     Times are those spent in the engine: what a reader of a stream does between pieces is not in
     them. ``warnings`` are sentences on what could not be used (the store's index, say).
     """
 
     quality: Quality
     nodes: list[NodeReport] = field(default_factory=list)
+    prompt_tokens: int = 0
     tokens_reused: int = 0
     tokens_computed: int = 0
     bytes_by_tier: dict[Tier, int] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from lazyrag.engine.constraint import Constraint
 from lazyrag.engine.report import NodeReport, NodeStatus, Origin, Reason, ReuseReport, Tier
 from lazyrag.errors import RequestError
 from lazyrag.model.load import LoadedModel
@@ -18,7 +19,7 @@ DEFAULT_NEW_TOKENS = 256
 
 _LIVE = (Reason.QUALITY_FULL, Reason.LAST_TOKEN)
 """Reasons of nodes that were computed as live text."""
-_NEAR = {"changed": Reason.CHANGED, "cut": Reason.CUT}
+_NEAR = {"changed": Reason.CHANGED, "cut": Reason.CUT, "quoted": Reason.QUOTED}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,8 +32,10 @@ class Request:
         near: nodes the prompt almost holds.
         warnings: what could not be used.
         options: how to decode.
+        constraint: what the answer may become, None = anything; it serves one run.
         new_tokens: at most this many are generated.
-        recognise_s: seconds that reading the prompt took.
+        recognise_s: seconds that reading the prompt (and its JSON Schema) took.
+        deadline: of ``time.perf_counter``, after which the request is stopped.
     """
 
     prompt: PlacedPrompt
@@ -40,12 +43,19 @@ class Request:
     near: tuple[NearNode, ...]
     warnings: tuple[str, ...]
     options: GenerationOptions
+    constraint: Constraint | None
     new_tokens: int
     recognise_s: float
+    deadline: float | None
 
     @classmethod
     def from_prompt(
-        cls, read: ReadPrompt, options: GenerationOptions, model: LoadedModel, started: float
+        cls,
+        read: ReadPrompt,
+        options: GenerationOptions,
+        constraint: Constraint | None,
+        model: LoadedModel,
+        started: float,
     ) -> Request:
         """Place the prompt and check that it fits the context window, before any work.
 
@@ -67,9 +77,23 @@ class Request:
             near=tuple(read.near),
             warnings=tuple(read.warnings),
             options=options,
+            constraint=constraint,
             new_tokens=_new_tokens(prompt, options, runs, model),
             recognise_s=recognise_s,
+            deadline=None if options.timeout_s is None else started + options.timeout_s,
         )
+
+    def check_time(self) -> None:
+        """Called between forward passes.
+
+        Raises:
+            RequestError: the request has taken longer than it may.
+        """
+        if self.deadline is not None and time.perf_counter() > self.deadline:
+            raise RequestError(
+                f"the request took longer than its timeout of {self.options.timeout_s:g} s and was "
+                "stopped. Allow more time, retrieve less, or ask for fewer new tokens."
+            )
 
     @property
     def ids(self) -> list[int]:
@@ -85,6 +109,7 @@ class Request:
         """
         report = ReuseReport(quality=self.options.quality, recognise_s=self.recognise_s)
         report.warnings = list(self.warnings)
+        report.prompt_tokens = self.prompt.tokens
         report.tokens_computed = len(self.prompt.live_ids)
         bytes_read: Counter[Tier] = Counter()
         counted: set[NodeKey] = set()

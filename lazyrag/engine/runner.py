@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,6 +84,13 @@ class Runner:
                 f"{self._pool.capacity:,}. Retrieve fewer nodes or give the engine more pool_bytes."
             )
 
+    def drop(self, keys: Iterable[NodeKey]) -> None:
+        """Forget nodes that are in memory and not in use."""
+        with self._lock:
+            for key in keys:
+                self._pool.drop(key)
+                self._raw.pop(key, None)
+
     @torch.inference_mode()
     def run(self, request: Request) -> Generator[str, None, Generation]:
         """Yield pieces of text as they are safe to show; return the generation."""
@@ -121,11 +128,14 @@ class Runner:
     def _begin(self, request: Request) -> _Started:
         if request.options.quality is Quality.MATERIALIZED:
             return self._begin_materialized(request)
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.perf_counter() + WAIT_S
+        if request.deadline is not None:
+            deadline = min(deadline, request.deadline)
         origins: dict[NodeKey, Origin] = {}
         with self._lock:
             while (started := self._try_begin(request, origins)) is None:
-                if not self._pages_came_back.wait(deadline - time.monotonic()):
+                if not self._pages_came_back.wait(deadline - time.perf_counter()):
+                    request.check_time()
                     raise RequestError(
                         "the KV pool is still full of other running requests after "
                         f"{WAIT_S:.0f} s. Close streams you no longer read, or give the engine "
@@ -184,7 +194,7 @@ class Runner:
     def _decode(
         self, request: Request, sequence: RunningSequence, report: ReuseReport, begun: float
     ) -> Generator[str, None, Generation]:
-        sampler = Sampler(request.options, request.ids)
+        sampler = Sampler(request.options, request.ids, request.constraint)
         stream = TextStream(self._model.tokenizer.decode, request.options.stop)
         logits = self._prefill(request, sequence)
         position = request.prompt.next_position
@@ -202,12 +212,13 @@ class Runner:
                 finish = "stop"
                 break
             yield stream.push(token)
-            if stream.stopped:
+            if stream.stopped or sampler.finished:
                 finish = "stop"
                 break
             if len(token_ids) == request.new_tokens:
                 break
             begun = time.perf_counter()
+            request.check_time()
             logits = self._forward([token], [position], sequence)[0]
             position += 1
         if decoding:
@@ -220,6 +231,7 @@ class Runner:
         ids, positions = request.prompt.live_ids, request.prompt.live_positions
         logits = torch.empty(0)
         for first in range(0, len(ids), PREFILL_TOKENS):
+            request.check_time()
             chunk = slice(first, first + PREFILL_TOKENS)
             logits = self._forward(ids[chunk], positions[chunk], sequence)[0]
         return logits

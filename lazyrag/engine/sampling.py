@@ -21,26 +21,40 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from lazyrag.engine.constraint import Constraint
 from lazyrag.errors import LazyRagError, RequestError
 from lazyrag.types import GenerationOptions, Quality
+
+MAX_SCHEMA_CHARACTERS = 64 * 1024
+_LONGEST_SHOWN = 200
+"""Characters of a wrong value that its error repeats."""
 
 
 class Sampler:
     """Chooses the tokens of one answer, in order.
 
-    A sampled token depends on the logits, the seed and the number of the step, and on nothing else
-    that was drawn: neither on other requests, nor on the device.
+    A sampled token depends on the logits, the seed, the number of the step and, under a constraint
+    or a repetition penalty, on the text so far; on nothing else that was drawn: neither on other
+    requests, nor on the device.
 
     Args:
         options: as `make_options` returns them.
         prompt_ids: every id of the prompt, for the repetition penalty.
+        constraint: what the answer may become; of this answer alone. Its mask comes first: penalty,
+            temperature and truncations choose among the tokens it leaves.
 
     Attributes:
         seed: of the random stream, also when ``options.seed`` is None; the same seed gives the same
             answer again.
     """
 
-    def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        options: GenerationOptions,
+        prompt_ids: Sequence[int],
+        constraint: Constraint | None = None,
+    ) -> None:
+        self._constraint = constraint
         self.seed = secrets.randbits(32) if options.seed is None else int(options.seed)
         self._greedy = options.temperature == 0
         self._step = 0
@@ -51,6 +65,11 @@ class Sampler:
         self._seen = set() if self._penalty is None else set(prompt_ids)
         self._seen_ids = torch.tensor([sorted(self._seen)], dtype=torch.long)
 
+    @property
+    def finished(self) -> bool:
+        """True once the constraint lets nothing follow."""
+        return self._constraint is not None and self._constraint.finished
+
     def next(self, logits: Tensor) -> int:
         """Choose a token; with temperature 0 the likeliest, of equals the lowest id.
 
@@ -58,23 +77,31 @@ class Sampler:
             logits: ``[vocab]``, any float dtype, any device; not changed.
 
         Raises:
-            LazyRagError: the logits hold NaN or +inf, or nothing but -inf.
+            LazyRagError: the logits hold NaN or +inf, or nothing but -inf where the constraint
+                allows a token.
         """
-        top = logits.max()
-        if not torch.isfinite(top):
-            raise LazyRagError(
-                f"The model's logits are not finite (maximum {top.item()}) at token {self._step} "
-                "of the answer: its weights are damaged or its dtype overflows. Check the model "
-                "files, or load it with dtype='float32'."
-            )
-        scores = logits.float()[None]
+        scores = self._finite(logits.float()[None])
+        if self._constraint is not None:
+            scores = self._finite(self._constraint.mask(scores))
         if self._penalty is not None:
             self._seen_ids = self._seen_ids.to(scores.device)
             scores = self._penalty(self._seen_ids, scores)
         token = int(scores.argmax()) if self._greedy else self._draw(scores)
         self._step += 1
         self._remember(token)
+        if self._constraint is not None:
+            self._constraint.accept(token)
         return token
+
+    def _finite(self, scores: Tensor) -> Tensor:
+        top = scores.max()
+        if not torch.isfinite(top):
+            raise LazyRagError(
+                f"The model's logits are not finite (maximum {top.item()}) at token {self._step} "
+                "of the answer: its weights are damaged or its dtype overflows. Check the model "
+                "files, or load it with dtype='float32'."
+            )
+        return scores
 
     def _draw(self, scores: Tensor) -> int:
         # With 0 as the maximum, no temperature however small overflows.
@@ -124,12 +151,17 @@ def validate(options: GenerationOptions) -> None:
         RequestError: with one sentence for each field that cannot be served.
     """
     wrong = [
-        f"{name} must be {rule}, not {value!r}."
+        f"{name} must be {rule}, not {_shown(value)}."
         for name, rule, holds in _RULES
         if not holds(value := getattr(options, name))
     ]
     if wrong:
         raise RequestError(" ".join(wrong))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _number(value: Any) -> bool:
@@ -169,8 +201,14 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("repetition_penalty", "a positive number (1 is off)", lambda v: _number(v) and v > 0),
     ("seed", "a whole number, or None for a fresh one", lambda v: v is None or _whole(v)),
     ("stop", "a tuple of strings, none of them empty", _strings),
+    (
+        "json_schema",
+        f"a JSON Schema as JSON text of at most {MAX_SCHEMA_CHARACTERS:,} characters, or None",
+        lambda v: v is None or (isinstance(v, str) and len(v) <= MAX_SCHEMA_CHARACTERS),
+    ),
     ("quality", "a Quality", lambda v: isinstance(v, Quality)),
     ("strict", "True or False", lambda v: isinstance(v, bool)),
+    ("timeout_s", "a positive number, or None", lambda v: v is None or (_number(v) and v > 0)),
 )
 
 
@@ -190,7 +228,9 @@ def _stop_tuple(value: Any) -> Any:
 
 
 def _warpers(options: GenerationOptions) -> list[LogitsProcessor]:
-    chosen: list[LogitsProcessor] = [TemperatureLogitsWarper(float(options.temperature))]
+    # Beyond float32 it would be infinite, and -inf of a masked token divided by it is NaN.
+    temperature = min(float(options.temperature), torch.finfo(torch.float32).max)
+    chosen: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)]
     if options.top_k is not None:
         chosen.append(TopKLogitsWarper(int(options.top_k)))
     if options.top_p is not None and options.top_p < 1:

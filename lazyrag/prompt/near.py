@@ -11,6 +11,8 @@ import numpy as np
 from lazyrag.prompt.anchors import U64, Bool, Codes, Int, Run, code_points, window_starts
 from lazyrag.types import TextId
 
+NearKind = Literal["changed", "cut", "quoted"]
+
 _TEXTS = 64
 _ALIGNMENTS = 6
 
@@ -22,13 +24,14 @@ class NearMatch:
     Attributes:
         start, stop: the longest piece of the text found, as a span of the content.
         kind: ``changed``: both ends of the text are there, or at most 5% of it is missing;
-            ``cut``: an end of it is missing.
+            ``cut``: an end of it is missing; ``quoted``: the span is a string literal that spells
+            it (see `quoted`), perhaps beside others.
     """
 
     text_id: TextId
     start: int
     stop: int
-    kind: Literal["changed", "cut"]
+    kind: NearKind
 
 
 @dataclass(frozen=True, slots=True)

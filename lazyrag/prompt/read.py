@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 from lazyrag.errors import RequestError, StoreError
+from lazyrag.prompt.near import NearKind
 from lazyrag.prompt.segments import LiveRun, NodeRun, NodeSource, Run
 from lazyrag.prompt.template import Content, render_chat
 from lazyrag.prompt.tokenise import PromptTokenizer
 from lazyrag.types import Live, Node, NodeKey, Segment
+
+QUOTED_WARNING = (
+    "The prompt holds ingested texts inside quotes, as a program writes a list of strings or "
+    "JSON: their line ends are spelled out, so they cannot be reused. Put the plain text into the "
+    "prompt; in LangChain: retriever | format_docs."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +36,7 @@ class FoundNear:
 
     start: int
     stop: int
-    kind: Literal["changed", "cut"]
+    kind: NearKind
     key: NodeKey
     tokens: int
 
@@ -68,7 +75,7 @@ class NearNode:
 
     key: NodeKey
     tokens: int
-    kind: Literal["changed", "cut"]
+    kind: NearKind
     before: int
 
 
@@ -218,7 +225,9 @@ class PromptReader:
             cursor = node.stop
         prompt.add_live(self._tokenizer.encode_text(content[cursor:]))
 
-    def _add_near(self, prompt: ReadPrompt, content: str, near: Iterable[FoundNear]) -> None:
+    def _add_near(self, prompt: ReadPrompt, content: str, near: Sequence[FoundNear]) -> None:
+        if any(miss.kind == "quoted" for miss in near) and QUOTED_WARNING not in prompt.warnings:
+            prompt.warnings.append(QUOTED_WARNING)
         before, cursor = prompt.tokens, 0
         for miss in sorted(near, key=lambda miss: miss.start):
             before += len(self._tokenizer.encode_text(content[cursor : miss.start]))

@@ -6,8 +6,10 @@ is reported as a match was compared with the text itself, character by character
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -25,7 +27,10 @@ from lazyrag.prompt.anchors import (
 )
 from lazyrag.prompt.exact import Match, find_matches
 from lazyrag.prompt.near import NearMatch, Suspect, near_matches, suspects_of
+from lazyrag.prompt.quoted import quoted_strings
 from lazyrag.types import TextId
+
+Fetch = Callable[[TextId], str | None]
 
 __all__ = [
     "SIGNATURE_VERSION",
@@ -40,7 +45,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Recognition:
-    """Both in order of ``start`` and without overlap, also between the two."""
+    """Both in order of ``start`` and without overlap, also between the two.
+
+    Several texts spelled by one string literal share its span.
+    """
 
     matches: tuple[Match, ...]
     near: tuple[NearMatch, ...]
@@ -52,12 +60,12 @@ class Recogniser:
     About 300 bytes a text are held; the texts themselves stay where ``fetch`` gets them.
     """
 
-    def __init__(self, fetch: Callable[[TextId], str | None]) -> None:
+    def __init__(self, fetch: Fetch) -> None:
         """Begin empty.
 
         Args:
-            fetch: the text of an id, None if it is gone; asked once for each match found and at
-                most 64 times more for near matches.
+            fetch: the text of an id, None if it is gone (then the id is forgotten); asked once for
+                each match found and at most 64 times more for near matches.
         """
         self._fetch = fetch
         self._known: set[TextId] = set()
@@ -100,17 +108,58 @@ class Recogniser:
 
         A near match is a text of at least 64 characters without a match, of which outside the
         matches one piece of at least half stands in ``content``, or all but a hole of at most a
-        quarter. At most 64 texts are compared, and each is reported at most once.
+        quarter. At most 64 texts are compared, and each is reported at most once. A text that is
+        spelled by a string literal (of a list or JSON put into the prompt) is a near match, too.
         """
         self._settle()
         if len(content) < MIN_LENGTH or not any(self._runs.values()):
             return Recognition((), ())
         hashed = Hashed(content)
         windows = {width: hashed.windows(width) for width, runs in self._runs.items() if runs}
+        gone: list[TextId] = []
+
+        def fetch(id: TextId) -> str | None:
+            text = self._fetch(id)
+            if text is None:
+                gone.append(id)
+            return text
+
+        matches, free = self._verbatim(content, hashed, windows, fetch)
+        quoted = self._quoted(content, matches, fetch)
+        for literal in quoted:
+            free[literal.start : literal.stop] = False
+        known = {found.text_id for found in matches} | {found.text_id for found in quoted}
+        near = near_matches(self._suspects(windows, free, known), fetch, hashed.codes, free)
+        self.discard(gone)
+        by_place = sorted((*near, *quoted), key=lambda found: found.start)
+        return Recognition(matches, tuple(by_place))
+
+    def _verbatim(
+        self, content: str, hashed: Hashed, windows: dict[int, U64], fetch: Fetch
+    ) -> tuple[tuple[Match, ...], Bool]:
         searched = [(run, windows[width]) for width, runs in self._runs.items() for run in runs]
-        matches, free = find_matches(content, hashed, searched, self._fetch)
-        near = self._near(hashed, windows, free, {match.text_id for match in matches})
-        return Recognition(matches, near)
+        return find_matches(content, hashed, searched, fetch)
+
+    def _quoted(
+        self, content: str, matches: Sequence[Match], fetch: Fetch
+    ) -> tuple[NearMatch, ...]:
+        """Texts that string literals spell, but for those that stand in one verbatim."""
+        literals = [
+            literal
+            for literal in quoted_strings(content, MIN_LENGTH)
+            if not any(literal.start <= found.start < literal.stop for found in matches)
+        ]
+        spelled = "\n".join(literal.text for literal in literals)
+        if len(spelled) < MIN_LENGTH:
+            return ()
+        hashed = Hashed(spelled)
+        windows = {width: hashed.windows(width) for width, runs in self._runs.items() if runs}
+        stops = list(accumulate(len(literal.text) + 1 for literal in literals))
+        found = []
+        for match in self._verbatim(spelled, hashed, windows, fetch)[0]:
+            literal = literals[bisect_right(stops, match.start)]
+            found.append(NearMatch(match.text_id, literal.start, literal.stop, "quoted"))
+        return tuple(found)
 
     def _settle(self) -> None:
         """Turn pending rows into runs; each run stays more than four times the next one's size."""
@@ -128,9 +177,7 @@ class Recogniser:
             if first < len(runs) - 1:
                 runs[first:] = [Run.merged(runs[first:])]
 
-    def _near(
-        self, hashed: Hashed, windows: dict[int, U64], free: Bool, matched: set[TextId]
-    ) -> tuple[NearMatch, ...]:
+    def _suspects(self, windows: dict[int, U64], free: Bool, matched: set[TextId]) -> list[Suspect]:
         taken = np.concatenate([[0], np.cumsum(~free)])
         suspects: list[Suspect] = []
         for width, values in windows.items():
@@ -138,4 +185,4 @@ class Recogniser:
             for run in self._runs[width]:
                 if run.near:
                     suspects += suspects_of(run, values[places], places, matched)
-        return near_matches(suspects, self._fetch, hashed.codes, free)
+        return suspects

@@ -21,7 +21,7 @@ class NodeSource(Enum):
 
     INGESTED = auto()
     ALIAS = auto()
-    """Another form of an ingested node, encoded at its first use."""
+    """Registered only (as another form of an ingested node, say), encoded at its first use."""
     GIVEN = auto()
     """Handed over with this request."""
 

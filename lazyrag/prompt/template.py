@@ -52,13 +52,38 @@ def render_chat(
     """The messages as the template writes them, opened for the assistant's answer.
 
     The texts of the pieces, joined, are exactly what the template renders. An empty content has
-    no piece; a template may leave out a content, or put it elsewhere than in message order.
+    no piece; a template may leave out a content, or put it elsewhere than in message order. A
+    template that insists on turns gets neighbours of one role as one message.
 
     Raises:
         RequestError: no messages, a malformed one, no template, the template refuses the
             messages, or it rewrites a content so that it cannot be found again.
     """
     _check(messages)
+    try:
+        return _pieces(tokenizer, messages)
+    except RequestError:
+        turns = _turns(messages)
+        if len(turns) == len(messages):
+            raise
+        return _pieces(tokenizer, turns)
+
+
+def _turns(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Neighbours of one role as one message, a blank line between their contents."""
+    turns: list[dict[str, str]] = []
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += f"\n\n{content}"
+        else:
+            turns.append({"role": role, "content": content})
+    return turns
+
+
+def _pieces(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]
+) -> list[Piece]:
     contents = [message["content"] for message in messages]
     real = _render(tokenizer, messages, contents)
     words = _words(len(contents), absent_from=contents)

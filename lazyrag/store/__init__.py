@@ -1,7 +1,7 @@
 """KV on disk: one safetensors file a node, one sqlite index."""
 
 from lazyrag.store.format import StoredKV
-from lazyrag.store.index import TextRow
+from lazyrag.store.index import NewText, Released, TextRow
 from lazyrag.store.key import Encoding, node_key
 from lazyrag.store.store import KVStore, LoadFailure, NewNode, Problem, StoreStats
 
@@ -10,7 +10,9 @@ __all__ = [
     "KVStore",
     "LoadFailure",
     "NewNode",
+    "NewText",
     "Problem",
+    "Released",
     "StoreStats",
     "StoredKV",
     "TextRow",

@@ -1,7 +1,9 @@
-"""The sqlite index: which nodes are stored, and which texts stand for them.
+"""The sqlite index: which nodes are stored, which texts stand for them, and who needs those.
 
 A node is listed only after its file is complete (`publish` writes the row last). Texts are
 registered per encoding; a text whose node is not stored yet is an alias, encoded at its first use.
+A text is registered for one or more references. It goes with the last of them, and a node goes with
+the last text that stands for it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +21,9 @@ from typing import Any
 import xxhash
 
 from lazyrag.errors import StoreError
-from lazyrag.types import NodeKey, TextId
+from lazyrag.types import NodeKey, Reference, TextId
 
-SCHEMA_VERSION = 1
-
-_SCHEMA = """
+_NODES_AND_TEXTS = """
 CREATE TABLE nodes (
     key BLOB PRIMARY KEY,
     encoding BLOB NOT NULL,
@@ -44,7 +44,23 @@ CREATE TABLE texts (
 );
 CREATE INDEX texts_by_key ON texts (key);
 """
+_REFERENCES = """
+CREATE TABLE refs (
+    encoding BLOB NOT NULL,
+    owner TEXT NOT NULL,
+    name TEXT NOT NULL,
+    text INTEGER NOT NULL,
+    PRIMARY KEY (encoding, owner, name, text)
+) WITHOUT ROWID;
+CREATE INDEX refs_by_text ON refs (text);
+INSERT INTO refs SELECT encoding, '', '', id FROM texts;
+"""
+_STEPS = (_NODES_AND_TEXTS, _REFERENCES)
+"""What makes each version of the index from the one before; never changed, only added to."""
+SCHEMA_VERSION = len(_STEPS)
 
+_PERMANENT = Reference("", "")
+"""Of a text that is kept for good; nobody can release it, since an empty name is refused."""
 
 _SELECT_TEXT = "SELECT id, key, tokens, alias, text FROM texts"
 
@@ -58,13 +74,33 @@ class NodeRow:
 
 @dataclass(frozen=True, slots=True)
 class TextRow:
-    """A registered text; an ``alias`` is another form of a node, stored at its first use."""
+    """A registered text; the node of an ``alias`` is encoded and stored at its first use."""
 
     id: TextId
     key: NodeKey
     tokens: int
     alias: bool
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewText:
+    """A text to register; without a ``reference`` it is kept for good."""
+
+    text: str
+    key: NodeKey
+    tokens: int
+    alias: bool
+    signature: bytes
+    reference: Reference | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """What went with its last reference: texts, and nodes."""
+
+    texts: list[TextId]
+    nodes: list[NodeKey]
 
 
 class StoreIndex:
@@ -93,15 +129,15 @@ class StoreIndex:
     def _migrate(self) -> None:
         with self._transaction() as db:
             version = db.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0:
-                for statement in _SCHEMA.split(";"):
-                    db.execute(statement)
-                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            elif version != SCHEMA_VERSION:
+            if not 0 <= version <= SCHEMA_VERSION:
                 raise StoreError(
-                    f"{self._path} has index version {version}, this lazyrag reads "
+                    f"{self._path} has index version {version}, this lazyrag reads up to "
                     f"{SCHEMA_VERSION}. Use the lazyrag that made it, or ingest into a new folder."
                 )
+            for number, step in enumerate(_STEPS[version:], version + 1):
+                for statement in step.split(";"):
+                    db.execute(statement)
+                db.execute(f"PRAGMA user_version = {number}")
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -147,6 +183,11 @@ class StoreIndex:
         with self._transaction() as db:
             db.execute("DELETE FROM nodes WHERE key = ?", (key.digest,))
 
+    def remove_unnamed(self, keys: Iterable[NodeKey]) -> list[NodeKey]:
+        """Remove those of the nodes that no text stands for; returns them."""
+        with self._transaction() as db:
+            return _remove_unnamed(db, keys)
+
     def node(self, key: NodeKey) -> NodeRow | None:
         rows = self._rows("SELECT key, tokens, bytes FROM nodes WHERE key = ?", (key.digest,))
         return _node_row(rows[0]) if rows else None
@@ -162,20 +203,66 @@ class StoreIndex:
 
     # texts
 
-    def add_texts(
-        self, encoding: bytes, rows: Iterable[tuple[str, NodeKey, int, bool, bytes]]
-    ) -> None:
-        """Register (text, key, tokens, alias, signature); a known text keeps its row."""
+    def add_texts(self, encoding: bytes, rows: Iterable[NewText]) -> None:
+        """Register texts; one that is known keeps its row and gets one more reference."""
         with self._transaction() as db:
-            db.executemany(
-                "INSERT INTO texts (encoding, digest, key, tokens, alias, text, signature) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (encoding, digest) DO UPDATE SET "
-                "alias = MIN(alias, excluded.alias) WHERE text = excluded.text",
-                [
-                    (encoding, _digest(text), key.digest, tokens, alias, text, signature)
-                    for text, key, tokens, alias, signature in rows
-                ],
-            )
+            for row in rows:
+                digest, reference = _digest(row.text), row.reference or _PERMANENT
+                db.execute(
+                    "INSERT INTO texts (encoding, digest, key, tokens, alias, text, signature) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (encoding, digest) DO UPDATE SET "
+                    "alias = MIN(alias, excluded.alias) WHERE text = excluded.text",
+                    (
+                        encoding,
+                        digest,
+                        row.key.digest,
+                        row.tokens,
+                        row.alias,
+                        row.text,
+                        row.signature,
+                    ),
+                )
+                db.execute(
+                    "INSERT OR IGNORE INTO refs SELECT encoding, ?, ?, id FROM texts "
+                    "WHERE encoding = ? AND digest = ? AND text = ?",
+                    (reference.owner, reference.name, encoding, digest, row.text),
+                )
+
+    def release(self, encoding: bytes, kept: Mapping[Reference, Iterable[str]]) -> Released:
+        """Drop references, then the texts that have none left, then the nodes without a text.
+
+        Args:
+            kept: the references to drop, each with the texts that stay referred to by it.
+        """
+        texts: list[TextId] = []
+        keys: set[NodeKey] = set()
+        with self._transaction() as db:
+            for id in self._drop_references(db, encoding, kept):
+                row = db.execute(
+                    "SELECT key FROM texts WHERE id = ? "
+                    "AND NOT EXISTS (SELECT 1 FROM refs WHERE refs.text = texts.id)",
+                    (id,),
+                ).fetchone()
+                if row is not None:
+                    db.execute("DELETE FROM texts WHERE id = ?", (id,))
+                    texts.append(id)
+                    keys.add(NodeKey(bytes(row[0])))
+            return Released(texts, _remove_unnamed(db, keys))
+
+    def _drop_references(
+        self, db: sqlite3.Connection, encoding: bytes, kept: Mapping[Reference, Iterable[str]]
+    ) -> set[TextId]:
+        """Returns the texts that lost one."""
+        lost: set[TextId] = set()
+        of_reference = "FROM refs WHERE encoding = ? AND owner = ? AND name = ?"
+        for reference, texts in kept.items():
+            values = (encoding, reference.owner, reference.name)
+            ids = {TextId(id) for (id,) in db.execute(f"SELECT text {of_reference}", values)}
+            rows = (self.find_text(encoding, text) for text in texts)
+            ids -= {row.id for row in rows if row is not None}
+            db.executemany(f"DELETE {of_reference} AND text = ?", [(*values, id) for id in ids])
+            lost |= ids
+        return lost
 
     def text(self, id: TextId) -> TextRow | None:
         rows = self._rows(f"{_SELECT_TEXT} WHERE id = ?", (id,))
@@ -205,6 +292,14 @@ class StoreIndex:
     def close(self) -> None:
         with self._lock:
             self._db.close()
+
+
+def _remove_unnamed(db: sqlite3.Connection, keys: Iterable[NodeKey]) -> list[NodeKey]:
+    query = (
+        "DELETE FROM nodes WHERE key = ? "
+        "AND NOT EXISTS (SELECT 1 FROM texts WHERE texts.key = nodes.key)"
+    )
+    return [key for key in keys if db.execute(query, (key.digest,)).rowcount]
 
 
 def _digest(text: str) -> bytes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,9 +22,11 @@ from lazyrag.store.format import (
     read_node,
     write_node,
 )
-from lazyrag.store.index import NodeRow, StoreIndex
+from lazyrag.store.index import NodeRow, Released, StoreIndex
 from lazyrag.store.key import node_key
-from lazyrag.types import NodeKey
+from lazyrag.types import NodeKey, Reference
+
+logger = logging.getLogger("lazyrag")
 
 SPARE_BYTES = 200 * 2**20
 """Disk space that ingestion leaves free."""
@@ -174,6 +177,37 @@ class KVStore:
         with suppress(StoreError):
             self.index.remove_node(key)
 
+    def release(self, encoding: bytes, kept: Mapping[Reference, Iterable[str]]) -> Released:
+        """Drop references and what nobody refers to any more: texts, nodes and their files.
+
+        The index forgets a node before its file is deleted. A file that could not be deleted, or
+        was not because the process ended in between, is never served; `verify` names it.
+
+        Args:
+            kept: the references to drop, each with the texts that stay referred to by it.
+
+        Raises:
+            StoreError: the index cannot be written; nothing was dropped.
+        """
+        released = self.index.release(encoding, kept)
+        self._delete_files(released.nodes)
+        return released
+
+    def sweep(self, keys: Iterable[NodeKey]) -> None:
+        """Delete those of the nodes that no text stands for, in the order of `release`.
+
+        Raises:
+            StoreError: the index cannot be written; nothing was deleted.
+        """
+        self._delete_files(self.index.remove_unnamed(keys))
+
+    def _delete_files(self, keys: Iterable[NodeKey]) -> None:
+        for key in keys:
+            try:
+                self.file(key).unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("the file of released node %s could not be deleted: %s", key, error)
+
     def check_space(self, needed: int) -> None:
         """Refuse before writing what the disk cannot hold.
 
@@ -217,7 +251,8 @@ class KVStore:
                 if node_key(read_encoding(path), kv.ids) != row.key:
                     raise DamagedFileError("token ids do not belong to this key")
             except FileNotFoundError:
-                problems.append(Problem(str(path), "listed in the index, but missing", row.key))
+                if self.has(row.key):  # else it was released meanwhile
+                    problems.append(Problem(str(path), "listed in the index, but missing", row.key))
             except (DamagedFileError, OSError) as error:
                 problems.append(Problem(str(path), str(error), row.key))
         problems += self._strangers(listed)

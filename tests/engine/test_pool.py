@@ -97,6 +97,19 @@ def test_a_node_in_use_is_never_evicted(pool: PagePool):
     assert key(1) in pool and key(2) not in pool
 
 
+def test_an_idle_node_is_dropped_and_one_in_use_is_not(pool: PagePool):
+    for number in (1, 2):
+        pool.admit(key(number), pool.allocate(8), 8)
+    pool.leave(key(1))
+    for number in (1, 2, 3):
+        pool.drop(key(number))
+    assert [key(n) in pool for n in range(4)] == [False, False, True, False]
+    assert pool.free_pages == 6
+    pool.leave(key(2))
+    pool.drop(key(2))
+    assert pool.free_pages == 8
+
+
 def test_users_are_counted(pool: PagePool):
     pool.admit(key(1), pool.allocate(4), 4)
     assert pool.acquire(key(1)).users == 2

@@ -175,6 +175,8 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("stop", (1,)),
     ("stop", 7),
     ("strict", "yes"),
+    ("json_schema", {"type": "object"}),
+    ("json_schema", b"{}"),
 ]
 
 

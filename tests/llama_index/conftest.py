@@ -10,12 +10,7 @@ from llama_index.core.schema import TextNode
 from llama_index.llms.lazyrag import LazyKVLLM
 
 from lazyrag import Engine
-
-FACTS = (
-    "The lighthouse of Norrhamn was built in 1874 and is painted red and white.",
-    "Marta Ekholm keeps the lighthouse since 1998; she grows tomatoes behind it.",
-    "The ferry to Norrhamn leaves at nine in the morning and at five in the afternoon.",
-)
+from tests.support.facts import FACTS
 
 
 @pytest.fixture(scope="session")

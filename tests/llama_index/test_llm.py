@@ -23,9 +23,9 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
 from llama_index.llms.lazyrag import LazyKVLLM, collect_reports
-from llama_index.llms.lazyrag.calls import engine_messages, with_arguments
+from llama_index.llms.lazyrag.calls import engine_messages
 
-from lazyrag import Engine, GenerationOptions, Quality, RequestError
+from lazyrag import Engine, RequestError
 
 PROMPT = "Say the days of the week."
 MESSAGES = [ChatMessage(role="user", content=PROMPT)]
@@ -100,20 +100,8 @@ def test_two_human_turns_in_a_row(llm: LazyKVLLM) -> None:
 
 
 def test_arguments_of_a_call_win(llm: LazyKVLLM) -> None:
-    base = GenerationOptions(max_new_tokens=8, stop=("x",))
-    options = with_arguments(
-        base,
-        {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 1, "stop": "a",
-         "quality": "full", "strict": True, "extra_headers": {"a": "b"}},
-    )  # fmt: skip
-    assert options == GenerationOptions(
-        max_new_tokens=3, temperature=0.5, top_p=0.9, top_k=5, seed=1, stop=("a",),
-        quality=Quality.FULL, strict=True,
-    )  # fmt: skip
-    assert with_arguments(base, {"stop": None, "temperature": None}).stop == ()
-    assert with_arguments(base, {"stop": ["a", "b"]}).stop == ("a", "b")
     assert token_count(llm.complete(PROMPT, max_tokens=3)) == 3
-    assert token_count(llm.complete(PROMPT, max_new_tokens=2)) == 2
+    assert token_count(llm.complete(PROMPT, max_new_tokens=2, extra_headers={"a": "b"})) == 2
     full = llm.complete(PROMPT, quality="full", max_tokens=2)
     assert full.additional_kwargs["lazyrag"]["quality"] == "full"
 
@@ -196,7 +184,7 @@ def test_metadata_is_the_engines(llm: LazyKVLLM, engine: Engine) -> None:
     [
         ({}, "needs a model"),
         ({"model": "smollm2", "quality": "best"}, "'fast' or 'full'"),
-        ({"model": "smollm2", "additional_kwargs": {"tools": 1}}, "tools"),
+        ({"model": "smollm2", "tools": 1}, "tools"),
     ],
 )
 def test_wrong_settings_are_refused_before_a_model_is_loaded(arguments: Any, words: str) -> None:

@@ -128,7 +128,7 @@ def test_changed_node_is_told_and_strict_refuses_it(
         query.query(QUESTION)
     assert reports[0].nodes_reused == 2
     assert [str(n.reason) for n in reports[0].nodes if n.reason] == ["changed"]
-    strict = llm.model_copy(update={"additional_kwargs": {"strict": True}})
+    strict = llm.model_copy(update={"strict": True})
     with pytest.raises(RequestError):
         SummaryIndex(changed).as_query_engine(llm=strict).query(QUESTION)
     SummaryIndex(nodes).as_query_engine(llm=strict).query(QUESTION)

@@ -7,7 +7,7 @@ import importlib.metadata
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-MUST = {"lazyrag", "lazyrag_kernels", "llama_index.llms.lazyrag"}
+MUST = {"lazyrag", "lazyrag_kernels", "llama_index.llms.lazyrag", "langchain_lazyrag"}
 
 
 def main() -> None:

@@ -24,7 +24,10 @@ PACKAGES = {
 SOURCES = sorted(file for folder in PACKAGES.values() for file in folder.rglob("*.py"))
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-FRAMEWORKS = ("llama_index", "langchain", "langchain_core", "langchain_chroma", "chromadb")
+FRAMEWORKS = (
+    "llama_index", "langchain", "langchain_core", "langchain_classic", "langchain_chroma",
+    "langgraph", "chromadb",
+)  # fmt: skip
 INTEGRATIONS = ("llama_index.llms.lazyrag", "langchain_lazyrag")
 UNSAFE_LOADERS = ("pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal")
 
@@ -108,7 +111,9 @@ def test_nothing_loads_pickles(path: Path) -> None:
         ("lazyrag.engine.engine", "from llama_index.core import Document"),
         ("lazyrag.engine.engine", "import importlib\nimportlib.import_module('chromadb')"),
         ("lazyrag.engine.engine", "from ..cli import main"),
+        ("lazyrag.adapter.fields", "from langchain_core.messages import AIMessage"),
         ("llama_index.llms.lazyrag.base", "from lazyrag.cli import index"),
+        ("langchain_lazyrag.chat", "from lazyrag.cli import index"),
     ],
 )
 def test_the_import_rule_sees(module: str, source: str) -> None:
@@ -178,6 +183,7 @@ def test_wheel_holds_the_sources_and_nothing_else(wheel: Path) -> None:
         "lazyrag/py.typed",
         "lazyrag_kernels/py.typed",
         "llama_index/llms/lazyrag/py.typed",
+        "langchain_lazyrag/py.typed",
     } <= (code)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

@@ -329,12 +329,30 @@ def test_the_text_decides_not_the_hash() -> None:
     gone = Recogniser(lambda text_id: None)
     gone.add([(TextId(0), sign(prose(300)))])
     assert gone.find(prose(300)) == Recognition((), ())
+    assert len(gone) == 0, "what is gone is forgotten"
 
 
 def test_the_repr_of_a_list_holds_no_match() -> None:
     """What `simple_summarize` sends: line ends and quotes are escaped."""
     texts = Texts([f"First line {row}.\n{prose(60, row)}\n'quoted' \"twice\"" for row in range(3)])
-    assert texts.find(f"Context: {texts.texts!r}").matches == ()
+    content = f"Context: {texts.texts!r}"
+    found = texts.find(content)
+    assert found.matches == ()
+    assert [(near.kind, content[near.start : near.stop]) for near in found.near] == [
+        ("quoted", repr(text)) for text in texts.texts
+    ]
+
+
+def test_quoted_texts_beside_verbatim_and_changed_ones() -> None:
+    one, two, short = prose(80, 1), f"{prose(60, 2)}\n{prose(9, 3)}", "Go home."
+    three = prose(70, 4)
+    texts = Texts([one, two, three, short])
+    content = f"{one}\n[{short!r}, {two!r}, {one!r}]\n{three[:-1]}X"
+    found = texts.find(content)
+    assert [texts.texts[match.text_id] for match in found.matches] == [one, one]
+    assert [(texts.texts[near.text_id], near.kind) for near in found.near] == [
+        (short, "quoted"), (two, "quoted"), (three, "changed"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

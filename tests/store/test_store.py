@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import sqlite3
 import stat
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from lazyrag.store import (
     KVStore,
     LoadFailure,
     NewNode,
+    NewText,
     StoredKV,
     node_key,
 )
@@ -297,19 +297,12 @@ def test_a_foreign_index(tmp_path: Path):
         KVStore.open(tmp_path)
 
 
-def test_a_newer_index_is_refused(store: KVStore):
-    store.close()
-    with sqlite3.connect(store.path / "index.sqlite") as db:
-        db.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreError, match="version 99"):
-        KVStore.open(store.path)
-
-
 def test_equal_texts_share_one_row_and_others_do_not(store: KVStore):
     key = node_key(ENCODING.digest, [1])
     for _ in range(2):
         store.index.add_texts(
-            ENCODING.digest, [("same", key, 1, False, b"s"), ("other", key, 1, True, b"o")]
+            ENCODING.digest,
+            [NewText("same", key, 1, False, b"s"), NewText("other", key, 1, True, b"o")],
         )
     assert store.index.text_count() == 2
     row = store.index.find_text(ENCODING.digest, "same")

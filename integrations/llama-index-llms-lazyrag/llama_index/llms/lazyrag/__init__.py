@@ -2,7 +2,8 @@
 
 from llama_index.llms.lazyrag.llm import LazyKVLLM
 from llama_index.llms.lazyrag.nodes import node_text
-from llama_index.llms.lazyrag.reports import collect_reports
 from llama_index.llms.lazyrag.transform import LazyKVTransform
+
+from lazyrag.adapter.reports import collect_reports
 
 __all__ = ["LazyKVLLM", "LazyKVTransform", "collect_reports", "node_text"]

@@ -1,17 +1,13 @@
-"""From LlamaIndex's messages and keyword arguments to those of the engine."""
+"""From LlamaIndex's messages to those of the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Sequence
 
 from llama_index.core.base.llms.types import CachePoint, ChatMessage, MessageRole, TextBlock
 
 from lazyrag.errors import RequestError
-from lazyrag.types import GenerationOptions, Quality
 
-RENAMED = {"max_tokens": "max_new_tokens"}
 IGNORED = frozenset({"extra_headers"})
 """What LlamaIndex passes to every LLM and what has no meaning here: its `DocumentContextExtractor`
 sends a header that switches on prompt caching at a remote service."""
@@ -21,55 +17,6 @@ _ROLES = {
     MessageRole.CHATBOT: "assistant",
     MessageRole.MODEL: "assistant",
 }
-_NAMES = tuple(field.name for field in fields(GenerationOptions))
-_NEVER_NONE = frozenset({"temperature", "repetition_penalty", "quality", "strict"})
-
-
-def with_arguments(options: GenerationOptions, arguments: Mapping[str, Any]) -> GenerationOptions:
-    """``options`` with one call's keyword arguments on top.
-
-    None switches an option off that may be None, and leaves any other as it is.
-
-    Raises:
-        RequestError: an argument no option is named after, or a value of the wrong kind.
-    """
-    changes: dict[str, Any] = {}
-    for given, value in arguments.items():
-        if given in IGNORED:
-            continue
-        name = RENAMED.get(given, given)
-        if name not in _NAMES:
-            known = ", ".join(sorted((*_NAMES, *RENAMED)))
-            raise RequestError(f"LazyKVLLM knows no argument {given!r}; it takes {known}.")
-        if name in changes:
-            raise RequestError(f"{given} is given twice, once as {name}; give one of them.")
-        if value is None and name in _NEVER_NONE:
-            continue
-        changes[name] = value
-    if "stop" in changes:
-        changes["stop"] = stop_strings(changes["stop"])
-    if "quality" in changes:
-        changes["quality"] = parse_quality(changes["quality"])
-    return replace(options, **changes)
-
-
-def stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
-    """One string, several or none, as a tuple."""
-    if stop is None:
-        return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
-def parse_quality(quality: str) -> Quality:
-    """A `Quality` by its name.
-
-    Raises:
-        RequestError: there is none of that name.
-    """
-    try:
-        return Quality(quality)
-    except ValueError:
-        raise RequestError(f"quality is {quality!r}; use 'fast' or 'full'.") from None
 
 
 def engine_messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:

@@ -21,9 +21,9 @@ from llama_index.core.base.llms.types import (
     MessageRole,
 )
 
-from lazyrag import Generation, GenerationStream, ReuseReport
+from lazyrag import Generation, GenerationStream
+from lazyrag.adapter.reports import Collectors
 
-Collectors = tuple[list[ReuseReport], ...]
 Deltas = AsyncGenerator[str | Generation, None]
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable
-from typing import TYPE_CHECKING
+from contextlib import aclosing
 
-if TYPE_CHECKING:
-    from lazyrag import Generation, GenerationStream
+from lazyrag.engine.generation import Generation, GenerationStream
+
+OpenStream = Callable[[], GenerationStream]
 
 
-async def iterate_in_thread(
-    open_stream: Callable[[], GenerationStream],
-) -> AsyncGenerator[str | Generation, None]:
+async def iterate_in_thread(open_stream: OpenStream) -> AsyncGenerator[str | Generation, None]:
     """Every delta of the stream, then its `Generation`.
 
     The stream is opened, read and closed in one worker thread. Leaving early (cancellation,
@@ -51,3 +50,12 @@ async def iterate_in_thread(
                 return
     finally:
         left.set()
+
+
+async def run_in_thread(open_stream: OpenStream) -> Generation:
+    """The whole answer; cancelling stops the work after the step it is in."""
+    async with aclosing(iterate_in_thread(open_stream)) as items:
+        async for item in items:
+            if not isinstance(item, str):
+                return item
+    raise RuntimeError("a generation ended without a result")

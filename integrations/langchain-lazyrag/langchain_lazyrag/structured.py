@@ -1,0 +1,105 @@
+"""Answers that are JSON: decoding constrained to a schema, and parsers that miss no cut answer."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Literal
+
+from langchain_core.exceptions import OutputParserException
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.messages import BaseMessage
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.outputs import ChatGeneration, Generation
+from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
+from langchain_core.utils.function_calling import convert_to_json_schema
+from langchain_core.utils.pydantic import is_basemodel_subclass
+
+from lazyrag.errors import RequestError
+
+if TYPE_CHECKING:
+    from langchain_lazyrag.chat import ChatLazyKV
+
+Method = Literal["json_schema", "function_calling", "json_mode"]
+Schema = dict[str, Any] | type
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def structured_output(
+    chat: ChatLazyKV, schema: Schema | None, *, method: Method, include_raw: bool
+) -> Runnable[LanguageModelInput, Any]:
+    """See `ChatLazyKV.with_structured_output`."""
+    if method not in ("json_schema", "function_calling", "json_mode"):
+        raise RequestError(f"method is {method!r}; use 'json_schema' or 'json_mode'.")
+    if schema is None and method != "json_mode":
+        raise RequestError("with_structured_output needs a schema, or method='json_mode'.")
+    shape = ANY_OBJECT
+    if schema is not None and method != "json_mode":
+        shape = _closed(convert_to_json_schema(schema))
+    model: Runnable[LanguageModelInput, Any] = chat.bind(
+        json_schema=json.dumps(shape),
+        ls_structured_output_format={"kwargs": {"method": method}, "schema": shape},
+    )
+    if method != "json_mode":
+        model = RunnableLambda(partial(_told, chat, shape), name="tell_schema") | model
+    parser: Runnable[Any, Any] = (
+        _WholePydantic(pydantic_object=schema)
+        if isinstance(schema, type) and is_basemodel_subclass(schema)
+        else _WholeJson()
+    )
+    if not include_raw:
+        return model | parser
+    parsed = RunnablePassthrough.assign(
+        parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
+    )
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
+    return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+
+
+def _closed(shape: Any) -> Any:
+    """The schema without keys it does not name, where it does not speak of them itself."""
+    if isinstance(shape, list):
+        return [_closed(part) for part in shape]
+    if not isinstance(shape, dict):
+        return shape
+    closed = {name: _closed(part) for name, part in shape.items()}
+    if isinstance(closed.get("properties"), dict) and closed.get("type") == "object":
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def _told(chat: ChatLazyKV, shape: dict[str, Any], given: LanguageModelInput) -> list[BaseMessage]:
+    """The messages with the schema at the end of the last one."""
+    *before, last = chat._convert_input(given).to_messages()
+    words = f"\n\nAnswer with JSON that fits this schema:\n{json.dumps(shape)}"
+    content: Any = last.content
+    told = content + words if isinstance(content, str) else [*content, words]
+    return [*before, last.model_copy(update={"content": told})]
+
+
+def _check_whole(result: list[Generation]) -> None:
+    """LangChain's parsers would close an answer that stops in the middle, without a word."""
+    first = result[0]
+    if (
+        isinstance(first, ChatGeneration)
+        and first.message.response_metadata.get("finish_reason") == "length"
+    ):
+        raise OutputParserException(
+            "the answer reached max_tokens before its JSON was complete; allow more tokens, or "
+            "bound the schema's texts and lists (maxLength, maxItems).",
+            llm_output=first.text,
+        )
+
+
+class _WholeJson(JsonOutputParser):
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        _check_whole(result)
+        return super().parse_result(result, partial=partial)
+
+
+class _WholePydantic(PydanticOutputParser[Any]):
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        _check_whole(result)
+        return super().parse_result(result, partial=partial)
