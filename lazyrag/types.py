@@ -139,6 +139,8 @@ class GenerationOptions:
 
     Attributes:
         max_new_tokens: at most this many tokens; None = 256 or what the context window leaves.
+        shorten: whether ``max_new_tokens`` gives way to a context window that leaves less; else
+            such a request is refused.
         temperature: 0 = greedy.
         top_k, top_p, min_p: the usual truncations, applied in this order; None = off.
         repetition_penalty: above 1 discourages tokens already in prompt or answer; 1 = off.
@@ -155,6 +157,7 @@ class GenerationOptions:
     """
 
     max_new_tokens: int | None = None
+    shorten: bool = False
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None

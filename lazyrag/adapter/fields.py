@@ -12,10 +12,11 @@ from pydantic import BaseModel, Field, PrivateAttr
 from lazyrag.adapter.options import NEW_TOKENS, with_arguments
 from lazyrag.engine.engine import Engine
 from lazyrag.engine.generation import Generation, GenerationStream
+from lazyrag.engine.request import DEFAULT_NEW_TOKENS
 from lazyrag.errors import RequestError
 from lazyrag.types import DEFAULT_SINK, GenerationOptions
 
-DEFAULT_MAX_TOKENS = 256
+_OF_THE_ENGINE = ("device", "dtype", "kv_dtype", "sink", "tenant")
 
 Messages = list[dict[str, str]]
 Pathlike = str | os.PathLike[str]
@@ -47,12 +48,13 @@ class EngineFields(BaseModel):
         default=DEFAULT_SINK,
         description="What nodes see before them while encoded: documents, template, none, a text.",
     )
+    tenant: str = Field(default="", description="Nodes of one tenant never serve another.")
     quality: str = Field(
         default="fast", description="fast reuses every known node, full computes everything."
     )
     temperature: float = Field(default=0.0, description="0 = greedy.", ge=0.0)
     max_tokens: int = Field(
-        default=DEFAULT_MAX_TOKENS,
+        default=DEFAULT_NEW_TOKENS,
         description="At most this many new tokens; fewer where the context window ends.",
         gt=0,
     )
@@ -112,11 +114,17 @@ class EngineFields(BaseModel):
             if model is not None or store is not None:
                 raise RequestError(f"{cls.__name__} takes model and store, or an engine, not both.")
             model, store = engine.model_name, engine.store.path
+            if given := sorted(fields.keys() & set(_OF_THE_ENGINE)):
+                raise RequestError(
+                    f"{cls.__name__} got an engine and {', '.join(given)}, which the engine has "
+                    "already; leave them out."
+                )
             fields |= {
                 "device": engine.device,
                 "dtype": engine.encoding.compute_dtype,
                 "kv_dtype": engine.encoding.dtype.value,
                 "sink": engine.sink,
+                "tenant": engine.encoding.tenant,
             }
         elif model is None:
             raise RequestError(f"{cls.__name__} needs a model (with a store), or an engine.")
@@ -133,12 +141,11 @@ class EngineFields(BaseModel):
             ModelError, StoreError: as `Engine.from_pretrained`.
         """
         self._options({})
-        names = ("device", "dtype", "kv_dtype", "sink")
-        settings = {name: getattr(self, name) for name in names}
         if engine is None:
+            settings = {name: getattr(self, name) for name in _OF_THE_ENGINE}
             engine = Engine.shared(self.model, store=self.store, **settings)
         else:
-            engine.share(**settings)
+            engine.share()
         self._held = HeldEngine(engine)
 
     def _options(self, arguments: Mapping[str, Any]) -> GenerationOptions:
@@ -161,24 +168,18 @@ class EngineFields(BaseModel):
         ``max_tokens`` of a call is binding. That of the object is a limit, which gives way when
         the prompt has filled the context window but for less than it.
         """
-        options = self._options(arguments)
-        start = self.engine.stream if isinstance(prompt, str) else self.engine.stream_chat
-        try:
-            return start(prompt, options)  # type: ignore[arg-type]
-        except RequestError:
-            if not NEW_TOKENS.isdisjoint(arguments):
-                raise
-            return start(prompt, replace(options, max_new_tokens=None))  # type: ignore[arg-type]
+        options = replace(self._options(arguments), shorten=NEW_TOKENS.isdisjoint(arguments))
+        if isinstance(prompt, str):
+            return self.engine.stream(prompt, options)
+        return self.engine.stream_chat(prompt, options)
 
     def _run(self, prompt: str | Messages, arguments: Mapping[str, Any]) -> Generation:
         with self._begin(prompt, arguments) as stream:
-            for _ in stream:
-                pass
-            return stream.result
+            return stream.read()
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields only; unpickling finds or loads the engine again."""
-        state = dict(super().__getstate__())
+        state = dict(BaseModel.__getstate__(self))  # LlamaIndex would try to pickle the engine
         state["__pydantic_private__"] = None
         kept = type(self).model_fields.keys() - self._not_pickled
         state["__dict__"] = {name: state["__dict__"][name] for name in kept}

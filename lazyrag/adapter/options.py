@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
+from lazyrag.engine.sampling import make_options
 from lazyrag.errors import RequestError
-from lazyrag.types import GenerationOptions, Quality
+from lazyrag.types import GenerationOptions
 
 RENAMED = {"max_tokens": "max_new_tokens", "timeout": "timeout_s"}
 NEW_TOKENS = frozenset({"max_tokens", "max_new_tokens"})
@@ -29,7 +30,7 @@ def with_arguments(
         caller: class the user called, for the error.
 
     Raises:
-        RequestError: an argument no option is named after, or a value of the wrong kind.
+        RequestError: an argument no option is named after, or a value it cannot have.
     """
     changes: dict[str, Any] = {}
     for given, value in arguments.items():
@@ -42,27 +43,4 @@ def with_arguments(
         if value is None and name in _NEVER_NONE:
             continue
         changes[name] = value
-    if "stop" in changes:
-        changes["stop"] = stop_strings(changes["stop"])
-    if "quality" in changes:
-        changes["quality"] = parse_quality(changes["quality"])
-    return replace(options, **changes)
-
-
-def stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
-    """One string, several or none, as a tuple."""
-    if stop is None:
-        return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
-def parse_quality(quality: str) -> Quality:
-    """A `Quality` by its name.
-
-    Raises:
-        RequestError: there is none of that name.
-    """
-    try:
-        return Quality(quality)
-    except ValueError:
-        raise RequestError(f"quality is {quality!r}; use 'fast' or 'full'.") from None
+    return make_options(options, changes)

@@ -168,7 +168,8 @@ class Engine:
     ) -> Engine:
         """As `from_pretrained`, but one engine per model, store and settings in this process.
 
-        Without a store there is nothing to share, and a fresh engine is made.
+        Without a store there is nothing to share, and a fresh engine is made. ``pool_bytes`` tells
+        no engines apart: the first one's stays.
         """
         if store is None:
             return cls.from_pretrained(model, **settings)
@@ -182,11 +183,18 @@ class Engine:
                 cls._shared[key] = engine
             return engine
 
-    def share(self, **settings: Any) -> None:
-        """Let `shared` find this engine under its model and store and these settings.
+    def share(self) -> None:
+        """Let `shared` find this engine under its model, store and settings.
 
         An open engine that is found there already stays.
         """
+        settings = {
+            "device": self.device,
+            "dtype": self.encoding.compute_dtype,
+            "kv_dtype": self.encoding.dtype,
+            "sink": self.sink,
+            "tenant": self.encoding.tenant,
+        }
         key = _shared_key(self.model_name, self.store.path, settings)
         with self._shared_lock:
             known = self._shared.get(key)
@@ -467,9 +475,7 @@ class Engine:
 
 def _drain(stream: GenerationStream) -> Generation:
     with stream:
-        for _ in stream:
-            pass
-        return stream.result
+        return stream.read()
 
 
 def _shared_key(
@@ -484,6 +490,7 @@ def _shared_key(
     chosen["dtype"] = dtype = str(parse_dtype(chosen["dtype"], device)).removeprefix("torch.")
     if chosen["kv_dtype"] == KVDType.MODEL:
         chosen["kv_dtype"] = dtype
+    del chosen["pool_bytes"]
     return tuple(sorted((name, str(value)) for name, value in chosen.items()))
 
 

@@ -57,6 +57,12 @@ class GenerationStream(Iterator[str]):
             self._work.close()
         raise StopIteration
 
+    def read(self) -> Generation:
+        """Read to the end; the whole answer."""
+        for _ in self:
+            pass
+        return self.result
+
     @property
     def result(self) -> Generation:
         """The whole answer and its report.

@@ -112,8 +112,9 @@ class ReuseReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON values, the same in ``--json``, both adapters and metrics."""
-        data = asdict(self)
-        data["nodes"] = [{**asdict(node), "key": str(node.key)} for node in self.nodes]
+        data: dict[str, Any] = _plain(asdict(self))
+        for node, given in zip(data["nodes"], self.nodes, strict=True):
+            node["key"] = str(given.key)
         data["nodes_reused"] = self.nodes_reused
         data["nodes_recomputed"] = self.nodes_recomputed
         return data
@@ -128,3 +129,12 @@ class ReuseReport:
         )
         reasons = sorted({str(node.reason) for node in self.nodes if node.reason is not None})
         return f"{line} (recomputed: {', '.join(reasons)})" if reasons else line
+
+
+def _plain(value: Any) -> Any:
+    """Enumerations as their values, in lists and dicts, too."""
+    if isinstance(value, dict):
+        return {_plain(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return value.value if isinstance(value, StrEnum) else value

@@ -159,11 +159,12 @@ def _new_tokens(
     left = window - max(furthest, prompt.tokens)
     wanted = options.max_new_tokens
     reach = f" and reaches position {furthest:,}" if furthest > prompt.tokens else ""
-    if left < 1 or (wanted is not None and wanted > left):
+    demanded = wanted is not None and not options.shorten
+    if left < 1 or (demanded and wanted is not None and wanted > left):
         asked = f" and {wanted:,} new tokens" if wanted is not None else ""
         raise RequestError(
             f"the prompt has {prompt.tokens:,} tokens{reach}{asked}; the context window of "
             f"{model.name!r} is {window:,}. Retrieve fewer or shorter nodes, shorten the question, "
             "or ask for fewer new tokens."
         )
-    return min(DEFAULT_NEW_TOKENS, left) if wanted is None else wanted
+    return min(DEFAULT_NEW_TOKENS if wanted is None else wanted, left)

@@ -207,6 +207,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         lambda v: v is None or (isinstance(v, str) and len(v) <= MAX_SCHEMA_CHARACTERS),
     ),
     ("quality", "a Quality", lambda v: isinstance(v, Quality)),
+    ("shorten", "True or False", lambda v: isinstance(v, bool)),
     ("strict", "True or False", lambda v: isinstance(v, bool)),
     ("timeout_s", "a positive number, or None", lambda v: v is None or (_number(v) and v > 0)),
 )

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_OPENING = re.compile(r"[=\[({:,] ?(?=['\"])")
+_OPENING = re.compile(r"(?:\A|[=\[({:,] ?)(?=['\"])")
+_DOCUMENT = "page_content="
 _LITERAL = re.compile(r"(?:'(?:[^'\\\n]|\\.)*+'|\"(?:[^\"\\\n]|\\.)*+\")(?=[,\])}:\s]|$)")
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)")
 _LETTERS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b"}
@@ -19,18 +20,25 @@ _LETTERS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b"}
 
 @dataclass(frozen=True, slots=True)
 class Quoted:
-    """``content[start:stop]`` is a string literal that spells ``text``."""
+    """``content[start:stop]`` is a string literal that spells ``text``.
+
+    Attributes:
+        telling: it is spelled otherwise than it reads, or is the content of a LangChain document:
+            not a word in quotes that happens to be a text.
+    """
 
     start: int
     stop: int
     text: str
+    telling: bool
 
 
 def quoted_strings(content: str, shortest: int) -> Iterator[Quoted]:
     """String literals that spell at least ``shortest`` characters, in order, without overlap.
 
-    A literal opens behind ``=``, ``:``, a comma or a bracket, as in Python and JSON, has no line
-    end of its own, and is followed by a comma, a colon, a bracket, white space or the end.
+    A literal opens behind ``=``, ``:``, a comma or a bracket, as in Python and JSON, or begins the
+    content; it has no line end of its own, and is followed by a comma, a colon, a bracket, white
+    space or the end.
     """
     cursor = 0
     while opening := _OPENING.search(content, cursor):
@@ -41,7 +49,8 @@ def quoted_strings(content: str, shortest: int) -> Iterator[Quoted]:
         cursor = literal.end()
         text = _spelled(literal[0])
         if len(text) >= shortest:
-            yield Quoted(literal.start(), literal.end(), text)
+            telling = "\\" in literal[0] or content.endswith(_DOCUMENT, 0, literal.start())
+            yield Quoted(literal.start(), literal.end(), text, telling)
 
 
 def _spelled(literal: str) -> str:

@@ -14,6 +14,7 @@ from itertools import accumulate
 import numpy as np
 
 from lazyrag.prompt.anchors import (
+    MIN_INLINE_LENGTH,
     MIN_LENGTH,
     SIGNATURE_VERSION,
     U64,
@@ -143,12 +144,18 @@ class Recogniser:
     def _quoted(
         self, content: str, matches: Sequence[Match], fetch: Fetch
     ) -> tuple[NearMatch, ...]:
-        """Texts that string literals spell, but for those that stand in one verbatim."""
+        """Texts that string literals spell and that stand nowhere verbatim.
+
+        A short one counts only where it is the whole of a literal that is no mere word in quotes.
+        """
         literals = [
             literal
             for literal in quoted_strings(content, MIN_LENGTH)
-            if not any(literal.start <= found.start < literal.stop for found in matches)
+            if not any(
+                found.start < literal.stop and literal.start < found.stop for found in matches
+            )
         ]
+        verbatim = {found.text_id for found in matches}
         spelled = "\n".join(literal.text for literal in literals)
         if len(spelled) < MIN_LENGTH:
             return ()
@@ -157,8 +164,12 @@ class Recogniser:
         stops = list(accumulate(len(literal.text) + 1 for literal in literals))
         found = []
         for match in self._verbatim(spelled, hashed, windows, fetch)[0]:
-            literal = literals[bisect_right(stops, match.start)]
-            found.append(NearMatch(match.text_id, literal.start, literal.stop, "quoted"))
+            number = bisect_right(stops, match.start)
+            literal, length = literals[number], match.stop - match.start
+            inside = match.stop < stops[number]
+            whole = literal.telling and length == len(literal.text.strip())
+            if inside and match.text_id not in verbatim and (whole or length >= MIN_INLINE_LENGTH):
+                found.append(NearMatch(match.text_id, literal.start, literal.stop, "quoted"))
         return tuple(found)
 
     def _settle(self) -> None:

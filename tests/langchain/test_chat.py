@@ -168,6 +168,9 @@ def test_unknown_argument_of_a_call_is_refused_by_name(chat: ChatLazyKV, name: s
         ({}, "needs a model"),
         ({"model": "smollm2", "quality": "best"}, "'fast' or 'full'"),
         ({"model": "smollm2", "n_ctx": 1}, "no setting n_ctx; it has .*temperature"),
+        ({"model": "smollm2", "top_p": 7}, "top_p must be"),
+        ({"model": "smollm2", "stop": [""]}, "stop must be"),
+        ({"model": "smollm2", "timeout": -1}, "timeout_s must be"),
     ],
 )
 def test_wrong_settings_are_refused_before_a_model_is_loaded(arguments: Any, words: str) -> None:
@@ -180,6 +183,8 @@ def test_standard_settings_of_remote_models_are_taken(engine: Engine) -> None:
     assert chat.engine is engine
     with pytest.raises(RequestError, match="not both"):
         ChatLazyKV("smollm2", engine=engine)
+    with pytest.raises(RequestError, match="kv_dtype, sink, which the engine has"):
+        ChatLazyKV(engine=engine, kv_dtype="float16", sink="none")
 
 
 def test_tools_are_refused(chat: ChatLazyKV) -> None:
@@ -344,6 +349,65 @@ def test_copies_find_the_same_engine(chat: ChatLazyKV) -> None:
     again = pickle.loads(pickle.dumps(chat))
     assert again.engine is chat.engine and again.max_tokens == 8
     assert len(pickle.dumps(chat)) < 10_000
+
+
+def test_copies_of_a_tenants_model_stay_with_the_tenant(checkpoint: Any, tmp_path: Any) -> None:
+    folder, store = checkpoint("llama"), tmp_path / "kv"
+    secret = "The combination of the safe behind the lighthouse is nine, four, seven."
+    with (
+        Engine.from_pretrained(folder, store=store, tenant="a") as one,
+        Engine.from_pretrained(folder, store=store, tenant="b") as two,
+    ):
+        chats = [ChatLazyKV(engine=engine, max_tokens=1) for engine in (one, two)]
+        one.precompute([secret])
+        for chat, engine in zip(chats, (one, two), strict=True):
+            copies = [
+                pickle.loads(pickle.dumps(chat)),
+                copy.deepcopy(chat),
+                ChatLazyKV(folder, store, tenant=engine.encoding.tenant),
+                LlamaIndexLLM(engine=engine),
+            ]
+            assert all(other.engine is engine for other in copies)
+        field = ConfigurableField(id="n")
+        mine, theirs = (
+            chat.configurable_fields(max_tokens=field).with_config(configurable={"n": 2})
+            for chat in chats
+        )
+        for chain, reused in ((mine, 1), (theirs, 0)):
+            answer = chain.invoke(f"{secret}\n\nWhat is it?")
+            assert isinstance(answer, AIMessage)
+            assert answer.response_metadata["lazyrag"]["nodes_reused"] == reused
+        nobody = ChatLazyKV(folder, store)
+        assert nobody.engine is not one and nobody.engine is not two
+        nobody.engine.close()
+
+
+def test_max_tokens_of_the_model_gives_way_to_the_window(checkpoint: Any, tmp_path: Any) -> None:
+    with Engine.from_pretrained(checkpoint("llama"), store=tmp_path / "kv") as engine:
+        chat = ChatLazyKV(engine=engine, max_tokens=400)
+        room = engine.context_window - chat.get_num_tokens_from_messages([HumanMessage("x")]) + 1
+        answer = chat.invoke("x" * (room - 300), seed=1, temperature=1.0)
+        assert answer.usage_metadata is not None
+        assert answer.usage_metadata["output_tokens"] == 300 or (
+            answer.response_metadata["finish_reason"] == "stop"
+        )
+        with pytest.raises(RequestError, match="400 new tokens"):
+            chat.invoke("x" * (room - 300), max_tokens=400)
+
+
+def test_report_is_plain_json(chat: ChatLazyKV, documents: list[Document]) -> None:
+    precompute_documents(documents, chat)
+    prompt = f"{documents[0].page_content}\n\n{PROMPT}"
+    report = chat.invoke(prompt, max_tokens=1).response_metadata["lazyrag"]
+
+    def check(value: Any) -> None:
+        assert type(value) in {dict, list, str, int, float, bool, type(None)}, repr(value)
+        for part in value.values() if isinstance(value, dict) else ():
+            check(part)
+        for part in value if isinstance(value, list | dict) else ():
+            check(part)
+
+    check(report)
 
 
 def test_configurable_fields_keep_the_engine(chat: ChatLazyKV) -> None:

@@ -6,7 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 from langchain_core.documents import Document
-from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.prompts import (
+    ChatPromptTemplate,
+    HumanMessagePromptTemplate,
+    PromptTemplate,
+)
 from langchain_lazyrag import (
     ChatLazyKV,
     document_text,
@@ -75,6 +79,10 @@ def test_examples_are_nodes_one_a_message(chat: ChatLazyKV) -> None:
     assert precompute_examples(examples, as_messages, chat) == [
         chat.engine.key_of("What is two plus two?"),
         chat.engine.key_of("Two plus two is four."),
+    ]
+    as_message = HumanMessagePromptTemplate.from_template("{question}")
+    assert precompute_examples(examples, as_message, chat) == [
+        chat.engine.key_of("What is two plus two?")
     ]
     with pytest.raises(RequestError, match="example_prompt"):
         precompute_examples(examples, "Q: {question}", chat)  # type: ignore[arg-type]

@@ -7,6 +7,8 @@ import pickle
 from typing import Any
 
 import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import PromptTemplate
@@ -59,6 +61,30 @@ def test_string_chain_reuses(llm: LazyKVLLM, documents: list[Document]) -> None:
         answer = chain.invoke({"context": context, "question": "Who keeps the lighthouse?"})
     assert "\n" not in answer
     assert (reports[0].nodes_reused, reports[0].nodes_recomputed) == (3, 0)
+
+
+def test_callbacks_see_every_token_of_a_stream(llm: LazyKVLLM) -> None:
+    seen: list[str] = []
+
+    class Watch(BaseCallbackHandler):
+        def on_llm_new_token(self, token: str, **_: Any) -> None:
+            seen.append(token)
+
+    async def astream() -> str:
+        parts = llm.astream(PROMPT, {"callbacks": [Watch()]})
+        return "".join([part async for part in parts])
+
+    text = "".join(llm.stream(PROMPT, {"callbacks": [Watch()]}))
+    assert "".join(seen) == text and len(seen) > 2
+    assert asyncio.run(astream()) == text
+    assert "".join(seen) == 2 * text
+
+
+def test_cache_of_answers_tells_raw_prompts_apart(llm: LazyKVLLM) -> None:
+    cache = InMemoryCache()
+    plain = LazyKVLLM(engine=llm.engine, max_tokens=4, cache=cache)
+    raw = LazyKVLLM(engine=llm.engine, max_tokens=4, cache=cache, raw=True)
+    assert plain.invoke(PROMPT) != raw.invoke(PROMPT)
 
 
 def test_refusals_and_copies(llm: LazyKVLLM) -> None:

@@ -100,6 +100,49 @@ def test_answer_cut_by_max_tokens_is_an_error(chat: ChatLazyKV, schema: Any) -> 
     assert result["raw"].text
 
 
+@pytest.mark.parametrize("stop", [",", "a"])
+def test_answer_cut_by_a_stop_string_is_an_error(chat: ChatLazyKV, stop: str) -> None:
+    for schema in (Lighthouse, Lighthouse.model_json_schema()):
+        runnable = chat.with_structured_output(schema)
+        with pytest.raises(OutputParserException, match="stop string"):
+            runnable.invoke(QUESTION, stop=[stop])
+        with pytest.raises(OutputParserException, match="stop string"):
+            list(runnable.stream(QUESTION, stop=[stop]))
+
+
+def test_arguments_of_a_call_reach_the_model(chat: ChatLazyKV) -> None:
+    runnable = chat.with_structured_output(Lighthouse)
+    with collect_reports() as reports:
+        hot = [runnable.invoke(QUESTION, temperature=3.0, seed=seed) for seed in (1, 1, 2, 3, 4)]
+        runnable.bind(quality="full").invoke(QUESTION)
+    assert hot[0] == hot[1] and any(one != hot[0] for one in hot)
+    assert reports[-1].quality == "full"
+    with pytest.raises(RequestError, match="no_such"):
+        runnable.invoke(QUESTION, no_such=1)
+    with pytest.raises(RequestError, match="messages are empty"):
+        runnable.invoke([])
+
+
+class Branch(BaseModel):
+    """A branch that has branches."""
+
+    leaf: bool
+    branches: list[Branch] = Field(max_length=1)
+
+
+def test_recursive_schema_holds(chat: ChatLazyKV) -> None:
+    hot = chat.model_copy(update={"temperature": 2.0})
+    for seed in range(3):
+        result = hot.with_structured_output(Branch, include_raw=True).invoke(QUESTION, seed=seed)
+        if result["raw"].response_metadata["finish_reason"] == "stop":
+            assert isinstance(result["parsed"], Branch)
+
+
+def test_plain_schema_needs_no_title(chat: ChatLazyKV) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    assert set(chat.with_structured_output(schema).invoke(QUESTION)) == {"a"}
+
+
 def test_json_mode_is_any_object(chat: ChatLazyKV) -> None:
     words = "Return a JSON object with the key 'year' and no other, like {\"year\": 1874}."
     prompt = f"The lighthouse was built in 1874. {words}"

@@ -13,7 +13,8 @@ from langchain_classic.indexes import SQLRecordManager
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.indexing import InMemoryRecordManager, RecordManager, aindex, index
-from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_core.prompts import PromptTemplate
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from langchain_lazyrag import ChatLazyKV, LazyKVVectorStore
 
 from lazyrag import Engine, RequestError, StoreError
@@ -236,13 +237,19 @@ def test_retrievers_of_every_kind(vectors: LazyKVVectorStore, kind: str) -> None
         assert found == []
 
 
-def test_made_from_documents(vik: ChatLazyKV, embeddings: Embeddings) -> None:
+@pytest.mark.parametrize("store_class", [Chroma, InMemoryVectorStore])
+def test_made_from_documents(
+    vik: ChatLazyKV, embeddings: Embeddings, store_class: type[VectorStore]
+) -> None:
     made = LazyKVVectorStore.from_documents(
-        docs(*TEXTS), embeddings, store_class=InMemoryVectorStore, chat=vik, owner="made"
+        docs(*TEXTS), embeddings, store_class=store_class, chat=vik, owner="made"
     )
-    assert isinstance(made.store, InMemoryVectorStore)
+    assert isinstance(made.store, store_class)
     assert made.embeddings is embeddings
     assert stored(vik) == set(TEXTS)
+    ids = [document.id for document in made.similarity_search("Vik", k=3)]
+    made.delete([id for id in ids if id])
+    assert stored(vik) == set()
     with pytest.raises(RequestError, match="chat"):
         LazyKVVectorStore.from_texts(["x"], embeddings, store_class=InMemoryVectorStore)
 
@@ -280,6 +287,71 @@ def test_failing_vector_store_is_settled_by_the_next_run(
     assert stored(vik) == {CHANGED}
 
 
+def test_failure_leaves_nothing_under_ids_that_nobody_knows(
+    vectors: LazyKVVectorStore, vik: ChatLazyKV, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise OSError("the vector store is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vectors.store, "add_texts", broken)
+        with pytest.raises(OSError, match="down"):
+            vectors.add_texts(list(TEXTS))
+        with pytest.raises(OSError, match="down"):
+            asyncio.run(vectors.aadd_documents(docs(*TEXTS)))
+    assert vik.engine.store.stats().nodes == 0
+    many = [f"{TEXTS[0]} Number {number}." for number in range(70)]
+    with pytest.raises(RequestError, match="context window"):
+        vectors.add_texts([*many, "long " * 9000])
+    assert vik.engine.store.stats().nodes == 0
+    assert vectors.similarity_search("Vik") == []
+
+
+def test_ids_of_the_wrapped_stores_own(vik: ChatLazyKV, embeddings: Embeddings) -> None:
+    class Stubborn(InMemoryVectorStore):
+        def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+            ids = [f"own-{number}" for number in range(len(documents))]
+            return super().add_documents(documents, ids=ids)
+
+    vectors = LazyKVVectorStore(Stubborn(embeddings), vik)
+    ids = vectors.add_texts(list(TEXTS))
+    assert ids == ["own-0", "own-1", "own-2"]
+    vectors.delete(ids)
+    assert vik.engine.store.stats().nodes == 0
+
+
+def test_of_documents_with_one_id_the_last_counts(vik: ChatLazyKV, embeddings: Embeddings) -> None:
+    vectors = LazyKVVectorStore(InMemoryVectorStore(embeddings), vik)
+    vectors.add_texts(list(TEXTS[:2]), ids=["a", "a"])
+    assert stored(vik) == {TEXTS[1]}
+    vectors.add_texts((text for text in TEXTS), ids=["a", "b", "c"])
+    assert stored(vik) == set(TEXTS)
+
+
+def test_two_collections_do_not_touch_each_other_without_names(
+    vik: ChatLazyKV, embeddings: Embeddings
+) -> None:
+    one = LazyKVVectorStore(Chroma("one", embedding_function=embeddings), vik)
+    two = LazyKVVectorStore(Chroma("two", embedding_function=embeddings), vik)
+    for vectors in (one, two):
+        index(
+            docs(*TEXTS), InMemoryRecordManager(vectors.owner), vectors, cleanup="full",
+            key_encoder="sha256",
+        )  # fmt: skip
+    two.delete([document.id or "" for document in two.similarity_search("Vik", k=3)])
+    assert stored(vik) == set(TEXTS)
+    assert reuse_of(vik, *TEXTS) == (3, 0)
+
+
+def test_search_result_without_the_metadata_of_the_prompt(
+    vik: ChatLazyKV, embeddings: Embeddings
+) -> None:
+    inner = InMemoryVectorStore(embeddings)
+    inner.add_texts([TEXTS[0]])
+    header = PromptTemplate.from_template("{source}: {page_content}")
+    assert LazyKVVectorStore(inner, vik, document_prompt=header).similarity_search("Vik")
+
+
 def test_unregistered_search_results_do_not_fail_the_search(
     vectors: LazyKVVectorStore,
     vik: ChatLazyKV,
@@ -302,6 +374,9 @@ def test_bad_arguments(vectors: LazyKVVectorStore, vik: ChatLazyKV, chroma: Chro
         vectors.add_documents(docs(*TEXTS), ids=["a"])
     with pytest.raises(RequestError, match="owner"):
         LazyKVVectorStore(chroma, vik, owner="")
+    for ids in ("abc", ["a", ""], [None]):
+        with pytest.raises(RequestError, match="list of ids"):
+            vectors.delete(ids)  # type: ignore[arg-type]
     vectors.add_texts(list(TEXTS), ids=["a", "b", "c"])
     vectors.delete(["not there", "a"])
     assert stored(vik) == set(TEXTS[1:])

@@ -343,11 +343,39 @@ def test_the_repr_of_a_list_holds_no_match() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("texts", "content"),
+    [
+        (["username"], '{"username": "x"}'),
+        (["positive"], '{"enum": ["positive", "negative"]}'),
+        ([f"first one\n{prose(20, 1)}\nlast one"], f"['first one', {prose(20, 1)!r}, 'last one']"),
+    ],
+)
+def test_words_in_quotes_are_no_quoted_texts(texts: list[str], content: str) -> None:
+    assert Texts(texts).find(content).near == ()
+
+
+def test_a_quoted_text_inside_a_verbatim_one_or_beside_itself() -> None:
+    inner = prose(70, 5)
+    outer = f"ANSWER = {inner!r}\n{prose(80, 6)}"
+    found = Texts([inner, outer]).find(f"{outer}\n\nWhat is it?")
+    assert (len(found.matches), found.near) == (1, ())
+    text = f"{prose(70, 7)}\n{prose(20, 8)}"
+    found = Texts([text]).find(f"{text}\n\n[{text!r}]")
+    assert (len(found.matches), found.near) == (1, ())
+
+
+def test_short_document_in_the_repr_of_a_list_is_quoted() -> None:
+    short = "Go home now."
+    content = f"[Document(id='1', metadata={{}}, page_content={short!r})]"
+    assert [near.kind for near in Texts([short]).find(content).near] == ["quoted"]
+
+
 def test_quoted_texts_beside_verbatim_and_changed_ones() -> None:
     one, two, short = prose(80, 1), f"{prose(60, 2)}\n{prose(9, 3)}", "Go home."
     three = prose(70, 4)
     texts = Texts([one, two, three, short])
-    content = f"{one}\n[{short!r}, {two!r}, {one!r}]\n{three[:-1]}X"
+    content = f"{one}\n[page_content={short!r}, {two!r}, {one!r}]\n{three[:-1]}X"
     found = texts.find(content)
     assert [texts.texts[match.text_id] for match in found.matches] == [one, one]
     assert [(texts.texts[near.text_id], near.kind) for near in found.near] == [

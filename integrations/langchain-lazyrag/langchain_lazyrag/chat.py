@@ -15,7 +15,7 @@ from langchain_core.runnables import Runnable
 from langchain_lazyrag import results
 from langchain_lazyrag.fields import LangChainFields
 from langchain_lazyrag.messages import engine_messages
-from langchain_lazyrag.structured import Method, Schema, structured_output
+from langchain_lazyrag.structured import Method, Schema, structured_output, with_schema
 from lazyrag import Engine, GenerationStream
 from lazyrag.adapter.background import iterate_in_thread, run_in_thread
 from lazyrag.adapter.fields import Pathlike
@@ -114,7 +114,8 @@ class ChatLazyKV(LangChainFields, BaseChatModel):
 
         Raises:
             RequestError: an unknown method or argument, or no schema where one is needed.
-            OutputParserException: when called, if the answer reached ``max_tokens`` before its end.
+            OutputParserException: when called, if ``max_tokens`` or a stop string ended the answer
+                before its JSON was complete.
         """
         if kwargs:
             raise RequestError(f"with_structured_output knows no {', '.join(sorted(kwargs))}.")
@@ -127,7 +128,8 @@ class ChatLazyKV(LangChainFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        generation = self._run(engine_messages(messages), self._call_arguments(stop, kwargs))
+        with self._open(messages, stop, kwargs) as stream:
+            generation = stream.read()
         return _result(results.message(generation, self.model, collectors()))
 
     async def _agenerate(
@@ -170,7 +172,10 @@ class ChatLazyKV(LangChainFields, BaseChatModel):
     def _open(
         self, messages: list[BaseMessage], stop: list[str] | None, arguments: Mapping[str, Any]
     ) -> GenerationStream:
-        return self._begin(engine_messages(messages), self._call_arguments(stop, arguments))
+        options = self._call_arguments(stop, arguments)
+        if options.pop("tell_schema", False):
+            messages = with_schema(messages, options["json_schema"])
+        return self._begin(engine_messages(messages), options)
 
 
 def _result(message: AIMessage) -> ChatResult:

@@ -12,6 +12,7 @@ from langchain_core.prompts import (
     StringPromptTemplate,
     format_document,
 )
+from langchain_core.prompts.message import BaseMessagePromptTemplate
 
 from langchain_lazyrag.messages import message_text
 from lazyrag import Engine, NodeKey, NodeText, Reference
@@ -99,7 +100,7 @@ def precompute_documents(
 
 def precompute_examples(
     examples: Iterable[Mapping[str, Any]],
-    example_prompt: StringPromptTemplate | BaseChatPromptTemplate,
+    example_prompt: StringPromptTemplate | BaseChatPromptTemplate | BaseMessagePromptTemplate,
     chat: HasEngine,
     *,
     progress: Progress = False,
@@ -124,7 +125,7 @@ def precompute_examples(
 
 
 def _example_texts(prompt: Any, example: Mapping[str, Any]) -> Iterator[str]:
-    if isinstance(prompt, BaseChatPromptTemplate):
+    if isinstance(prompt, BaseChatPromptTemplate | BaseMessagePromptTemplate):
         texts = [message_text(message) for message in prompt.format_messages(**example)]
     elif isinstance(prompt, StringPromptTemplate):
         texts = [prompt.format(**example)]

@@ -57,6 +57,10 @@ class LazyKVLLM(LangChainFields, LLM):
     def _llm_type(self) -> str:
         return "lazyrag"
 
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {**super()._identifying_params, "raw": self.raw}
+
     def _call(
         self,
         prompt: str,
@@ -100,7 +104,10 @@ class LazyKVLLM(LangChainFields, LLM):
         collected = collectors()
         with self._open(prompt, stop, kwargs) as stream:
             for delta in stream:
-                yield results.text_chunk(delta, self.model, collected)
+                chunk = results.text_chunk(delta, self.model, collected)
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(delta, chunk=chunk)
+                yield chunk
             yield results.text_chunk(stream.result, self.model, collected)
 
     async def _astream(
@@ -114,7 +121,10 @@ class LazyKVLLM(LangChainFields, LLM):
         deltas = iterate_in_thread(lambda: self._open(prompt, stop, kwargs))
         async with aclosing(deltas) as items:
             async for item in items:
-                yield results.text_chunk(item, self.model, collected)
+                chunk = results.text_chunk(item, self.model, collected)
+                if run_manager is not None and isinstance(item, str):
+                    await run_manager.on_llm_new_token(item, chunk=chunk)
+                yield chunk
 
     def _open(
         self, prompt: str, stop: list[str] | None, arguments: Mapping[str, Any]

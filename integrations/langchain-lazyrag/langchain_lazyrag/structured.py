@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,9 +11,10 @@ from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import BaseMessage
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGeneration, Generation
-from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema
 from langchain_core.utils.pydantic import is_basemodel_subclass
+from pydantic import BaseModel
 
 from lazyrag.errors import RequestError
 
@@ -35,15 +35,16 @@ def structured_output(
         raise RequestError(f"method is {method!r}; use 'json_schema' or 'json_mode'.")
     if schema is None and method != "json_mode":
         raise RequestError("with_structured_output needs a schema, or method='json_mode'.")
-    shape = ANY_OBJECT
-    if schema is not None and method != "json_mode":
-        shape = _closed(convert_to_json_schema(schema))
+    free = schema is None or method == "json_mode"
+    shape = ANY_OBJECT if schema is None or free else _closed(_json_schema(schema))
     model: Runnable[LanguageModelInput, Any] = chat.bind(
         json_schema=json.dumps(shape),
-        ls_structured_output_format={"kwargs": {"method": method}, "schema": shape},
+        tell_schema=not free,
+        ls_structured_output_format={
+            "kwargs": {"method": method},
+            "schema": ANY_OBJECT if schema is None else _named(schema),
+        },
     )
-    if method != "json_mode":
-        model = RunnableLambda(partial(_told, chat, shape), name="tell_schema") | model
     parser: Runnable[Any, Any] = (
         _WholePydantic(pydantic_object=schema)
         if isinstance(schema, type) and is_basemodel_subclass(schema)
@@ -70,27 +71,50 @@ def _closed(shape: Any) -> Any:
     return closed
 
 
-def _told(chat: ChatLazyKV, shape: dict[str, Any], given: LanguageModelInput) -> list[BaseMessage]:
+def with_schema(messages: list[BaseMessage], schema: str) -> list[BaseMessage]:
     """The messages with the schema at the end of the last one."""
-    *before, last = chat._convert_input(given).to_messages()
-    words = f"\n\nAnswer with JSON that fits this schema:\n{json.dumps(shape)}"
-    content: Any = last.content
+    if not messages:
+        return messages
+    words = f"\n\nAnswer with JSON that fits this schema:\n{schema}"
+    content: Any = messages[-1].content
     told = content + words if isinstance(content, str) else [*content, words]
-    return [*before, last.model_copy(update={"content": told})]
+    return [*messages[:-1], messages[-1].model_copy(update={"content": told})]
+
+
+def _named(schema: Schema) -> dict[str, Any]:
+    """The schema as LangChain's traces show it; a plain one may lack the title it wants."""
+    if isinstance(schema, dict) and "type" in schema:
+        schema = {"title": "answer", **schema}
+    return convert_to_json_schema(schema)
+
+
+def _json_schema(schema: Schema) -> dict[str, Any]:
+    """The schema with its definitions; LangChain's conversion cuts recursive ones off."""
+    if isinstance(schema, type) and issubclass(schema, BaseModel):
+        return schema.model_json_schema()
+    if isinstance(schema, dict) and "type" in schema:
+        return schema
+    return convert_to_json_schema(schema)
 
 
 def _check_whole(result: list[Generation]) -> None:
-    """LangChain's parsers would close an answer that stops in the middle, without a word."""
+    """LangChain's parsers would close an answer that ends in the middle, without a word."""
     first = result[0]
-    if (
-        isinstance(first, ChatGeneration)
-        and first.message.response_metadata.get("finish_reason") == "length"
-    ):
-        raise OutputParserException(
+    if not isinstance(first, ChatGeneration):
+        return
+    finish = first.message.response_metadata.get("finish_reason")
+    if finish is None:  # a stream that goes on
+        return
+    try:
+        json.loads(first.text)
+    except ValueError as error:
+        why = (
             "the answer reached max_tokens before its JSON was complete; allow more tokens, or "
-            "bound the schema's texts and lists (maxLength, maxItems).",
-            llm_output=first.text,
+            "bound the schema's texts and lists (maxLength, maxItems)."
+            if finish == "length"
+            else "a stop string ended the answer before its JSON was complete; leave it out."
         )
+        raise OutputParserException(why, llm_output=first.text) from error
 
 
 class _WholeJson(JsonOutputParser):

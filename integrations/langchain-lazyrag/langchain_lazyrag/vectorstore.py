@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -20,8 +21,6 @@ logger = logging.getLogger("lazyrag")
 
 Found = TypeVar("Found", bound="list[Document] | list[tuple[Document, float]]")
 
-DEFAULT_OWNER = "langchain"
-
 
 class LazyKVVectorStore(VectorStore):
     """Wraps a vector store: what is added to it is precomputed, what is deleted loses its KV.
@@ -30,14 +29,14 @@ class LazyKVVectorStore(VectorStore):
     which goes when the last of them is deleted or changed; so LangChain's ``index()`` with a record
     manager keeps the KV in step with the sources. What a search returns and the KV store does not
     know (documents added past the wrapper, another model, an emptied KV store) is registered then
-    and computed at its first use in a prompt. Everything else is the wrapped store's own, under
-    ``store``.
+    and computed at its first use in a prompt (for good, if it comes without an id). Everything else
+    is the wrapped store's own, under ``store``.
 
     Args:
         store: the vector store to wrap, Chroma for example.
         chat: the model that will read the documents.
-        owner: name of this collection in the KV store. Two collections over one KV store that may
-            hold equal ids need different names.
+        owner: name of this collection in the KV store; None = the kind of the store and the name
+            of its collection. Two collections of one name over one KV store need different ones.
         document_prompt: see `document_text`.
         progress: a progress bar on stderr while documents are computed, or a function for it.
 
@@ -52,14 +51,14 @@ class LazyKVVectorStore(VectorStore):
         store: VectorStore,
         chat: HasEngine,
         *,
-        owner: str = DEFAULT_OWNER,
+        owner: str | None = None,
         document_prompt: DocumentPrompt | None = None,
         progress: Progress = False,
     ) -> None:
-        if not owner:
+        if owner == "":
             raise RequestError("the owner of a LazyKVVectorStore is a name, not an empty string.")
         self.store = store
-        self.owner = owner
+        self.owner = _name_of(store) if owner is None else owner
         self._chat = chat
         self._document_prompt = document_prompt
         self._progress = progress
@@ -96,9 +95,14 @@ class LazyKVVectorStore(VectorStore):
             for name in ("owner", "document_prompt", "progress")
             if name in kwargs
         }
-        store = store_class.from_texts(texts[:0], embedding, **kwargs)
+        texts = list(texts)
+        ids = _text_ids(ids or [None] * len(texts))
+        store = store_class.from_texts(texts, embedding, metadatas, ids=ids, **kwargs)
         made = cls(store, chat, **own)
-        made.add_texts(texts, metadatas, ids=ids)
+        parts = zip(texts, metadatas or [{}] * len(texts), strict=True)
+        nodes = made._nodes([Document(page_content=text, metadata=m) for text, m in parts], ids)
+        made._precompute(nodes)
+        made._settle(ids, nodes)
         return made
 
     @property
@@ -111,31 +115,51 @@ class LazyKVVectorStore(VectorStore):
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Compute and store the KV first, then add to the wrapped store.
 
-        A document whose id is known already replaces the KV it had. If the wrapped store fails, KV
-        of the new text may stay beside the old one until the id is added again or deleted.
+        A document whose id is known already replaces the KV it had. If this fails on the way, KV of
+        new texts stays under ids that were given until they are added again or deleted.
 
         Args:
             documents: one without an id gets a new one.
             **kwargs: ``ids`` instead of those of the documents; others go to the wrapped store.
 
         Raises:
-            RequestError: a document is longer than the context window; nothing was added.
-            StoreError: the disk cannot hold the KV; nothing was added.
+            RequestError: a document is longer than the context window; the wrapped store holds
+                none of them.
+            StoreError: the disk cannot hold the KV; the wrapped store holds none of them.
         """
-        ids, nodes = self._nodes(documents, kwargs.pop("ids", None))
-        self._chat.engine.precompute(nodes, progress=self._progress)
-        added = self.store.add_documents(documents, ids=ids, **kwargs)
-        self._settle(ids, nodes)
+        adding = self._adding(documents, kwargs.pop("ids", None))
+        try:
+            self._precompute(adding.nodes)
+            added = self.store.add_documents(adding.documents, ids=adding.ids, **kwargs)
+        except BaseException:
+            self._settle(adding.new_ids, [])
+            raise
+        self._conclude(adding, added)
         return added
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """As `add_documents`; the event loop stays free."""
-        ids, nodes = self._nodes(documents, kwargs.pop("ids", None))
-        engine = self._chat.engine
-        await asyncio.to_thread(engine.precompute, nodes, progress=self._progress)
-        added = await self.store.aadd_documents(documents, ids=ids, **kwargs)
-        await asyncio.to_thread(self._settle, ids, nodes)
+        adding = self._adding(documents, kwargs.pop("ids", None))
+        try:
+            await asyncio.to_thread(self._precompute, adding.nodes)
+            added = await self.store.aadd_documents(adding.documents, ids=adding.ids, **kwargs)
+        except BaseException:
+            await asyncio.to_thread(self._settle, adding.new_ids, [])
+            raise
+        await asyncio.to_thread(self._conclude, adding, added)
         return added
+
+    def add_texts(
+        self, texts: Iterable[str], metadatas: list[dict[str, Any]] | None = None, **kwargs: Any
+    ) -> list[str]:
+        """As `add_documents`."""
+        return super().add_texts(list(texts), metadatas, **kwargs)
+
+    async def aadd_texts(
+        self, texts: Iterable[str], metadatas: list[dict[str, Any]] | None = None, **kwargs: Any
+    ) -> list[str]:
+        """As `aadd_documents`."""
+        return await super().aadd_texts(list(texts), metadatas, **kwargs)
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Delete from the wrapped store, then drop what these documents held of the KV store.
@@ -157,18 +181,31 @@ class LazyKVVectorStore(VectorStore):
             await asyncio.to_thread(self._settle, wanted, [])
         return deleted
 
-    def _nodes(
-        self, documents: Sequence[Document], given: Sequence[str | None] | None
-    ) -> tuple[list[str], list[NodeText]]:
+    def _adding(self, documents: Iterable[Document], given: Sequence[str | None] | None) -> _Adding:
+        documents = list(documents)
         if given is not None and len(given) != len(documents):
             raise RequestError(f"{len(documents)} documents came with {len(given)} ids.")
-        wanted = [document.id for document in documents] if given is None else given
-        ids = [str(id) if id else str(uuid4()) for id in wanted]
-        return ids, [
-            self._node(document, id)
-            for document, id in zip(documents, ids, strict=True)
-            if document.page_content.strip()
-        ]
+        wanted = [document.id for document in documents] if given is None else list(given)
+        ids = _text_ids(wanted)
+        new_ids = [id for id, asked in zip(ids, wanted, strict=True) if id != str(asked)]
+        return _Adding(documents, ids, new_ids, self._nodes(documents, ids))
+
+    def _nodes(self, documents: Sequence[Document], ids: Sequence[str]) -> list[NodeText]:
+        """One a document with content; of documents with one id the last."""
+        by_id = dict(zip(ids, documents, strict=True))
+        return [self._node(one, id) for id, one in by_id.items() if one.page_content.strip()]
+
+    def _precompute(self, nodes: list[NodeText]) -> None:
+        self._chat.engine.precompute(nodes, progress=self._progress)
+
+    def _conclude(self, adding: _Adding, added: Sequence[str]) -> None:
+        """References as the wrapped store has it, which may give ids of its own."""
+        ids, nodes = list(added), adding.nodes
+        if len(ids) == len(adding.ids) and ids != adding.ids:
+            nodes = self._nodes(adding.documents, ids)
+            self._precompute(nodes)
+            self._settle(adding.ids, nodes)
+        self._settle(ids, nodes)
 
     def _node(self, document: Document, id: str | None) -> NodeText:
         reference = Reference(self.owner, id) if id else None
@@ -182,10 +219,9 @@ class LazyKVVectorStore(VectorStore):
 
     def _known(self, found: Found) -> Found:
         documents = [hit if isinstance(hit, Document) else hit[0] for hit in found]
-        nodes = [self._node(document, document.id) for document in documents]
         try:
-            self._chat.engine.register(nodes)
-        except StoreError as error:  # the search itself has not failed
+            self._chat.engine.register(self._node(one, one.id) for one in documents)
+        except (StoreError, ValueError) as error:  # the search itself has not failed
             logger.warning("retrieved documents are not registered for reuse: %s", error)
         return found
 
@@ -263,10 +299,33 @@ class LazyKVVectorStore(VectorStore):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Adding:
+    """Documents on their way in; ``new_ids`` are those that were made here."""
+
+    documents: list[Document]
+    ids: list[str]
+    new_ids: list[str]
+    nodes: list[NodeText]
+
+
+def _text_ids(ids: Sequence[str | None]) -> list[str]:
+    return [str(uuid4()) if id is None or id == "" else str(id) for id in ids]
+
+
+def _name_of(store: VectorStore) -> str:
+    """The kind of a store and the name of its collection, where it has one."""
+    names = ("_collection_name", "collection_name", "index_name")
+    found = next((name for n in names if isinstance(name := getattr(store, n, None), str)), "")
+    return f"{type(store).__name__} {found}".strip()
+
+
 def _some(ids: list[str] | None) -> list[str]:
     if ids is None:
         raise RequestError(
             "delete needs ids: what a filter deletes is not known to the KV store. Look the ids up "
             "and delete them, or delete in the wrapped store (.store) and keep their KV."
         )
-    return list(ids)
+    if isinstance(ids, str) or not all(ids):
+        raise RequestError(f"delete takes a list of ids, none of them empty, not {ids!r}.")
+    return [str(id) for id in ids]
