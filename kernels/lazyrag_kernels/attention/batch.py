@@ -34,12 +34,14 @@ class NodeSpan:
         length: tokens, 0 or more; slots beyond it in the last page are never read.
         offset: S_d, the position of its first token in this request.
         first_row: rows of this step from this one on see the whole node, rows before see nothing.
+        temperature: the scores of its keys are divided by it.
     """
 
     pages: Pages
     length: int
     offset: int
     first_row: int = 0
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,10 +65,18 @@ class LiveSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestRows:
-    """The query tokens of one request in this step and what they may see."""
+    """The query tokens of one request in this step and what they may see.
+
+    Attributes:
+        live: its live text.
+        nodes: its nodes, in the order of the prompt.
+        lse_scale: the nodes are merged among themselves first; the log-sum-exp of the result is
+            multiplied by it before live text joins (APE, arXiv 2502.05431).
+    """
 
     live: LiveSpan
     nodes: tuple[NodeSpan, ...] = ()
+    lse_scale: float = 1.0
 
     @property
     def rows(self) -> int:
@@ -96,13 +106,29 @@ class AttentionLayer:
 
     Attributes:
         scale: factor on q . k.
-        rotary: its frequency table.
+        rotary: its frequency table; an empty one = no rotation.
         window: a key at position p is seen from n only if n - p < window; None = no window.
+        softcap: scores are bent to softcap * tanh(score / softcap), before bias and mask.
+        sinks: fp32 [q_heads], a logit a head that takes weight and has no value.
+        alibi: fp32 [q_heads], slopes: slope * (p - n) is added to the score (arXiv 2108.12409).
     """
 
     scale: float
     rotary: Rotary
     window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    alibi: Tensor | None = None
+
+    def refuse_unless_plain(self, path: str) -> None:
+        """For paths that know scale, rotary and window only.
+
+        Raises:
+            ValueError: names the feature that ``path`` lacks.
+        """
+        for name in ("softcap", "sinks", "alibi"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{path} does not support {name}")
 
 
 def slot_ranges(pages: Pages, length: int, page_size: int) -> list[tuple[int, int]]:

@@ -58,6 +58,11 @@ class CpuStep:
     """
 
     def __init__(self, batch: Batch, q_heads: int, head_dim: int) -> None:
+        for request in batch.requests:
+            if request.lse_scale != 1.0:
+                raise ValueError("the torch path does not support lse_scale")
+            if any(node.temperature != 1.0 for node in request.nodes):
+                raise ValueError("the torch path does not support temperature")
         self._tiles: list[_Tile] = []
         self._tables: dict[Rotary, list[tuple[Tensor, Tensor]]] = {}
         self._masks: dict[int | None, list[Tensor | None]] = {}
@@ -77,13 +82,12 @@ class CpuStep:
         Returns:
             [rows, q_heads, head_dim].
         """
+        layer.refuse_unless_plain("the torch path")
         out = torch.empty_like(q)
         tables = self._tables_for(layer.rotary, q.device)
         masks = self._masks_for(layer.window, q.device)
         for tile, (cos, sin), mask in zip(self._tiles, tables, masks, strict=True):
-            _attend_tile(
-                tile, q[tile.rows], k_pool, v_pool, cos, sin, mask, layer.scale, out[tile.rows]
-            )
+            _attend_tile(tile, q[tile.rows], k_pool, v_pool, cos, sin, mask, layer, out[tile.rows])
         return out
 
     def _tables_for(self, rotary: Rotary, device: torch.device) -> list[tuple[Tensor, Tensor]]:
@@ -168,14 +172,16 @@ def _attend_tile(
     cos: Tensor,  # [segments, rows, rotary_dim / 2]
     sin: Tensor,
     hidden: Tensor | None,
-    scale: float,
+    layer: AttentionLayer,
     out: Tensor,
 ) -> None:
     rows, q_heads = q.shape[:2]
     kv_heads = k_pool.shape[1]
     group = q_heads // kv_heads
     # [segments, rows, q_heads, head_dim] -> [segments, kv_heads, rows * group, head_dim]
-    rotated = rotate(q.float() * scale, cos.unsqueeze(2), sin.unsqueeze(2)).to(q.dtype)
+    scaled = q.float() * layer.scale
+    rotated = rotate(scaled, cos.unsqueeze(2), sin.unsqueeze(2), layer.rotary.interleaved)
+    rotated = rotated.to(q.dtype)
     rotated = rotated.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     parts = []
     for span in tile.ranges:

@@ -29,6 +29,7 @@ def attend_behind_prefix(
         [sequences, q_heads, tokens, head_dim]. Padding on the right needs no mask: no token sees
         what stands behind it.
     """
+    layer.refuse_unless_plain("dense attention")
     before = 0 if prefix is None else prefix[0].shape[1]
     if prefix is not None:
         k, v = (
@@ -46,8 +47,8 @@ def attend_behind_prefix(
         mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
         mask.masked_fill_(~seen, float("-inf"))
     return scaled_dot_product_attention(
-        rotate(q, cos[before:], sin[before:]),
-        rotate(k, cos, sin),
+        rotate(q, cos[before:], sin[before:], layer.rotary.interleaved),
+        rotate(k, cos, sin, layer.rotary.interleaved),
         v,
         attn_mask=mask,
         is_causal=mask is None,

@@ -63,17 +63,26 @@ def _one_row(
 ) -> Tensor:
     position = int(request.positions[row])
     group = q.shape[0] // k_pool.shape[1]
-    scores, values = [], []
+    scores: list[Tensor] = []
+    values: list[Tensor] = []
 
-    def see(pages: Pages, length: int, offset: int, key_positions: Tensor) -> None:
+    def see(
+        pages: Pages, length: int, offset: int, key_positions: Tensor, temperature: float = 1.0
+    ) -> None:
         if length == 0:
             return
+        key_positions = key_positions.to(q.device)
         slots = torch.cat([torch.arange(*slots) for slots in slot_ranges(pages, length, page_size)])
         k = k_pool[slots].repeat_interleave(group, dim=1)  # [length, q_heads, head_dim]
         v = v_pool[slots].repeat_interleave(group, dim=1)  # [length, q_heads, head_dim]
-        cos, sin = cos_sin(layer.rotary, torch.tensor(position - offset))
-        rotated = rotate(q, cos, sin)  # [q_heads, head_dim]
+        cos, sin = cos_sin(layer.rotary, torch.tensor(position - offset, device=q.device))
+        rotated = rotate(q, cos, sin, layer.rotary.interleaved)  # [q_heads, head_dim]
         score = torch.einsum("hd,lhd->hl", rotated, k) * layer.scale  # [q_heads, length]
+        if layer.softcap is not None:
+            score = layer.softcap * torch.tanh(score / layer.softcap)
+        if layer.alibi is not None:
+            score = score + layer.alibi.to(score)[:, None] * (key_positions - position)
+        score = score / temperature
         if layer.window is not None:
             hidden = position - key_positions >= layer.window
             score = score.masked_fill(hidden, float("-inf"))
@@ -83,9 +92,17 @@ def _one_row(
     for node in request.nodes:
         if row >= node.first_row:
             where = node.offset + torch.arange(node.length)
-            see(node.pages, node.length, node.offset, where)
+            see(node.pages, node.length, node.offset, where, node.temperature)
+    if scores and request.lse_scale != 1.0:
+        # weight exp(lse_scale * lse) for all nodes together = every score moved by the same amount
+        lse = torch.cat(scores, dim=-1).logsumexp(dim=-1, keepdim=True)  # [q_heads, 1]
+        moved = torch.where(lse.isfinite(), (request.lse_scale - 1) * lse, 0.0)
+        scores = [score + moved for score in scores]
     seen = request.live.first_slot + row + 1
     see(request.live.pages, seen, 0, request.live.positions[:seen])
 
-    weights = torch.cat(scores, dim=-1).softmax(dim=-1)  # [q_heads, keys]
+    if layer.sinks is not None:
+        scores.append(layer.sinks.to(q)[:, None])
+        values.append(torch.zeros_like(values[-1][:1]))
+    weights = torch.cat(scores, dim=-1).softmax(dim=-1)  # [q_heads, keys and sink]
     return torch.einsum("hl,lhd->hd", weights, torch.cat(values))

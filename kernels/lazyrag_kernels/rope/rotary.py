@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864), half-split pairs.
+"""Rotary position embedding (Su et al., arXiv 2104.09864), half-split or interleaved pairs.
 
 Angles are formed in fp64 from integer positions and the checkpoint's own fp32 frequencies; cosines
 and sines are kept in fp32. Forming the angle in fp32 is off by up to position * 6e-8 rad, in bf16
@@ -18,10 +18,13 @@ class Rotary:
     """One frequency table, shared by every layer that uses it (compared by identity).
 
     Attributes:
-        inv_freq: fp32 [rotary_dim / 2], the checkpoint's own, any scaling already inside.
+        inv_freq: fp32 [rotary_dim / 2], the checkpoint's own, any scaling already inside; empty for
+            a layer without rotation.
+        interleaved: pairs are (x_2j, x_2j+1) instead of (x_j, x_j+rotary_dim/2).
     """
 
     inv_freq: Tensor
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if self.inv_freq.dtype != torch.float32 or self.inv_freq.dim() != 1:
@@ -51,19 +54,27 @@ def cos_sin(rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos().to(torch.float32), angles.sin().to(torch.float32)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (x_j, x_{j + rotary_dim/2}) in fp32 and round once to the dtype of ``x``.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the pairs of ``x`` in fp32 (fp64 stays fp64) and round once to its dtype.
 
     Args:
         x: [..., head_dim].
         cos, sin: fp32 [..., rotary_dim / 2], broadcast against the leading dimensions of ``x``.
+        interleaved: which pairs, see `Rotary`.
 
     Returns:
         A new tensor of the broadcast shape; dimensions beyond rotary_dim pass unchanged.
     """
     half = cos.shape[-1]
-    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turning = x[..., : 2 * half]
+    if x.dtype != torch.float64:
+        turning = turning.float()
+    if interleaved:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+    else:
+        first, second = turning[..., :half], turning[..., half:]
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    rotated = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
     rotated = rotated.to(x.dtype)
     if 2 * half == x.shape[-1]:
         return rotated
