@@ -67,7 +67,7 @@ class TritonStep:
     Args:
         heads: of the model.
         page_size: of the pool, in tokens.
-        rows: query rows of a launch.
+        rows: query rows of a launch, at most; plans for captured launches are padded to it.
         dtype: of queries and results.
         device: a GPU, or the CPU under Triton's interpreter.
         classes: tile classes, `tile_classes` by default.
@@ -121,7 +121,7 @@ class TritonStep:
         self._partial_lse = torch.empty(slots, heads.q_heads, device=device)
 
     def planner(self, *, join: bool = True) -> Planner:
-        """A planner whose plans this step takes; give it ``padded_rows=step.rows``."""
+        """A planner whose plans this step takes; captured ones with ``padded_rows=step.rows``."""
         return Planner(
             self.heads,
             self.page_size,
@@ -140,8 +140,8 @@ class TritonStep:
         """
         if plan.classes != self.classes or plan.page_size != self.page_size:
             raise ValueError("a plan for other tile classes or pages; make it with `planner`")
-        if plan.rows != self.rows:
-            raise ValueError(f"a plan of {plan.rows} rows, launches of {self.rows}")
+        if plan.rows > self.rows:
+            raise ValueError(f"a plan of {plan.rows} rows, launches of at most {self.rows}")
         if plan.table.size > self._table_ints:
             raise ValueError(
                 f"a plan of {plan.table.size} numbers exceeds table_ints={self._table_ints}"
@@ -214,7 +214,7 @@ class TritonStep:
             raise ValueError("pages in fp8 need k_scale and v_scale")
         if out is None:
             out = torch.empty(q.shape, dtype=self.dtype, device=q.device)
-        heads, angles = self.heads, self._angle_table(layer.rotary)
+        heads, angles = self.heads, self.angles(layer.rotary)
         nothing = self._partial_lse
         launch: dict[str, Any] = {
             "score_scale": layer.scale * _LOG2E,
@@ -288,7 +288,8 @@ class TritonStep:
             )
         return out
 
-    def _angle_table(self, rotary: Rotary) -> AngleTable:
+    def angles(self, rotary: Rotary) -> AngleTable:
+        """The table of a layer's angles, made at its first use."""
         if rotary not in self._angles:
             self._angles[rotary] = AngleTable.build(rotary, self.limit, self.device)
         return self._angles[rotary]
@@ -298,7 +299,7 @@ class TritonStep:
     ) -> tuple[int, int, int]:
         """Refuse what a launch cannot do; strides of a page, a slot and a head of the pool."""
         heads = self.heads
-        expected = (self.rows, heads.q_heads, heads.dim)
+        expected = (plan.rows, heads.q_heads, heads.dim)
         if tuple(q.shape) != expected or not q.is_contiguous() or q.dtype != torch.float32:
             raise ValueError(
                 f"queries must be float32 {list(expected)}, contiguous and turned to their "
