@@ -154,6 +154,7 @@ class GenerationOptions:
         strict: raise instead of answering when a known node had to be computed anew.
         timeout_s: seconds from the call after which the request is stopped with an error; looked at
             between forward passes. None = no limit.
+        priority: of requests that wait for room the highest is served first.
     """
 
     max_new_tokens: int | None = None
@@ -169,3 +170,4 @@ class GenerationOptions:
     quality: Quality = Quality.FAST
     strict: bool = False
     timeout_s: float | None = None
+    priority: int = 0

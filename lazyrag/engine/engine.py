@@ -27,6 +27,7 @@ from lazyrag.engine.request import Request
 from lazyrag.engine.runner import Runner
 from lazyrag.engine.sampling import make_options
 from lazyrag.engine.sink import sink_ids
+from lazyrag.engine.worker import Worker
 from lazyrag.errors import RequestError
 from lazyrag.model.load import LoadedModel, load_model, parse_device, parse_dtype
 from lazyrag.prompt.read import PromptReader, ReadPrompt
@@ -48,6 +49,8 @@ PAGE_SIZE = 16
 """Tokens a page."""
 POOL_BYTES = 4 * 2**30
 """Most bytes the pool takes unless told otherwise (and at most a quarter of the memory)."""
+POOL_FULL_S = 0.02
+"""Pause before an answer is scored when running requests fill the pool."""
 POOL_WINDOWS = 8
 """The pool holds at most this many full context windows unless told otherwise."""
 
@@ -55,9 +58,9 @@ POOL_WINDOWS = 8
 class Engine:
     """Answers prompts over ingested nodes without reading the nodes again.
 
-    One engine holds one model and one store and may be used from several threads; forward passes
-    take turns. Make one with `from_pretrained`, or with `shared` to use the same engine wherever
-    model, store and settings are the same in this process.
+    One engine holds one model and one store and may be used from several threads; what is asked at
+    the same time is computed together. Make one with `from_pretrained`, or with `shared` to use the
+    same engine wherever model, store and settings are the same in this process.
     """
 
     _shared: ClassVar[WeakValueDictionary[tuple[Any, ...], Engine]] = WeakValueDictionary()
@@ -96,7 +99,6 @@ class Engine:
         self.store = KVStore.open(self._temporary.name if self._temporary else store or "")
         digest = self.encoding.digest
         self._closed = False
-        self._lock = threading.RLock()
         library = self._library = Library(self.store, digest, model.tokenizer)
         self._reader = PromptReader(
             model.tokenizer,
@@ -105,12 +107,13 @@ class Engine:
             longest_node=longest_node,
         )
         encoder = Encoder(model, self.encoding.sink, kv)
-        self._ingestor = Ingestor(
-            self.store, digest, library, encoder, geometry, kv, longest_node, self._lock
-        )
         loader = NodeLoader(self.store, digest, encoder, library)
         placer = NodePlacer(self._pool, geometry, loader)
-        self._runner = Runner(model, self._pool, placer, loader, self._lock)
+        self._runner = Runner(model, self._pool, placer, loader)
+        self._worker = Worker(self._runner)
+        self._ingestor = Ingestor(
+            self.store, digest, library, encoder, geometry, kv, longest_node, self._worker.call
+        )
         self._constraints = JsonConstraints(model)
 
     @classmethod
@@ -331,10 +334,13 @@ class Engine:
         """
         self._check_open()
         kept = kept_texts(references, keep)
-        with self._lock:  # no request is between finding a node in the store and using it
+
+        def drop() -> int:  # no request is between finding a node in the store and using it
             gone = self._library.release(kept)
             self._runner.drop(gone)
-        return len(gone)
+            return len(gone)
+
+        return self._worker.call(drop)
 
     # generation
 
@@ -395,7 +401,8 @@ class Engine:
         options: GenerationOptions | None,
         overrides: Mapping[str, Any],
     ) -> GenerationStream:
-        return GenerationStream(self._runner.run(self._request(prompt, options, overrides)))
+        request = self._request(prompt, options, overrides)
+        return GenerationStream(lambda deliver: self._worker.submit(request, deliver))
 
     def _request(
         self,
@@ -454,17 +461,22 @@ class Engine:
         if not ids:
             raise RequestError("the answer to score is empty.")
         overrides = {"quality": quality, "max_new_tokens": len(ids)}
-        return self._runner.score(self._request(prompt, None, overrides), ids)
+        request = self._request(prompt, None, overrides)
+        while True:
+            scores = self._worker.call(lambda: self._runner.score(request, ids))
+            if scores is not None:
+                return scores
+            time.sleep(POOL_FULL_S)
 
     # life
 
     def close(self) -> None:
         """Give the store (and a temporary folder) back. The engine cannot be used afterwards."""
-        with self._lock:
-            self._closed = True
-            self.store.close()
-            if self._temporary is not None:
-                self._temporary.cleanup()
+        self._closed = True
+        self._worker.close()
+        self.store.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     def __enter__(self) -> Engine:
         return self

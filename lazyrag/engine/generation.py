@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import Literal
+from queue import SimpleQueue
+from typing import Literal, Protocol
 
 from lazyrag.engine.report import ReuseReport
 from lazyrag.errors import RequestError
@@ -30,31 +32,46 @@ class Generation:
     report: ReuseReport
 
 
+Delivery = str | Generation | BaseException
+Deliver = Callable[[Delivery], None]
+"""Takes the pieces of an answer, then its `Generation` or what went wrong; must not block."""
+
+
+class Cancellable(Protocol):
+    """A request in line or running; set ``cancelled`` and it ends before its next forward pass."""
+
+    cancelled: bool
+
+
 class GenerationStream(Iterator[str]):
-    """The answer piece by piece; the work is done as the caller asks for it.
+    """The answer piece by piece; the work begins when the first piece is asked for.
 
     Every delta is non-empty and whole in UTF-8; all deltas together are ``result.text``. Closing
     (or leaving the ``with`` block) stops the work and gives everything back.
     """
 
-    def __init__(self, work: Generator[str, None, Generation]) -> None:
-        self._work = work
+    def __init__(self, submit: Callable[[Deliver], Cancellable]) -> None:
+        self._submit = submit
+        self._answer: Cancellable | None = None
+        self._pieces: SimpleQueue[Delivery] = SimpleQueue()
         self._result: Generation | None = None
-        self._reading = threading.Lock()
         self._closed = False
+        self._beginning = threading.Lock()
 
     def __next__(self) -> str:
-        with self._reading:
-            while not self._closed:
-                try:
-                    delta = next(self._work)
-                except StopIteration as stop:
-                    self._closed = True
-                    self._result = stop.value
-                    break
-                if delta and not self._closed:
-                    return delta
-            self._work.close()
+        with self._beginning:
+            if self._answer is None and not self._closed:
+                self._answer = self._submit(self._pieces.put)
+        while not self._closed:
+            piece = self._pieces.get()
+            if isinstance(piece, str):
+                return piece
+            self._closed = True
+            self._pieces.put(piece)  # for another thread that reads
+            if isinstance(piece, Generation):
+                self._result = piece
+            elif not isinstance(piece, CancelledError):
+                raise piece
         raise StopIteration
 
     def read(self) -> Generation:
@@ -77,14 +94,17 @@ class GenerationStream(Iterator[str]):
     def close(self) -> None:
         """Stop; safe to call more than once, and while another thread reads.
 
-        A step that is just being computed is finished first, by the thread that reads.
+        A forward pass that is just being computed is finished first.
         """
-        self._closed = True
-        if self._reading.acquire(blocking=False):
-            try:
-                self._work.close()
-            finally:
-                self._reading.release()
+        with self._beginning:
+            self._closed = True
+            if self._answer is not None:
+                self._answer.cancelled = True
+        self._pieces.put(CancelledError())  # wakes a thread that reads
+
+    def __del__(self) -> None:
+        if not self._closed:
+            self.close()
 
     def __enter__(self) -> GenerationStream:
         return self

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -20,6 +21,17 @@ from lazyrag.types import NodeKey, NodeText, Reference
 
 READ_AHEAD = 64
 """Texts looked at together, so that batches hold texts of similar length."""
+
+T = TypeVar("T")
+
+
+class OnDevice(Protocol):
+    """Runs a job in the thread that owns the device."""
+
+    def __call__(self, job: Callable[[], T], /) -> T:
+        """The job's result."""
+        ...
+
 
 Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens in all; 0 = not known)."""
@@ -61,7 +73,7 @@ class Ingestor:
         geometry: of the model, for sizes.
         kv_dtype: how K and V are kept.
         longest_node: most tokens a node may have.
-        lock: held during each forward pass.
+        on_device: runs a forward pass where nothing else is in its way.
     """
 
     def __init__(
@@ -73,7 +85,7 @@ class Ingestor:
         geometry: Geometry,
         kv_dtype: torch.dtype,
         longest_node: int,
-        lock: threading.RLock,
+        on_device: OnDevice,
     ) -> None:
         self._store = store
         self._encoding = encoding
@@ -81,7 +93,7 @@ class Ingestor:
         self._encoder = encoder
         self._longest = longest_node
         self._bytes_per_token = geometry.kv_bytes_per_token(kv_dtype)
-        self._lock = lock
+        self._on_device = on_device
         self._seconds_per_token: float | None = None
 
     def precompute(
@@ -159,8 +171,8 @@ class Ingestor:
             batch = [missing[index] for index in indices]
             tokens = sum(len(item.ids) for item in batch)
             self._store.check_space(tokens * self._bytes_per_token)
-            with self._lock:
-                encoded = self._encoder.encode([item.ids for item in batch])
+            ids = [item.ids for item in batch]
+            encoded = self._on_device(partial(self._encoder.encode, ids))
             nodes = [
                 NewNode(item.key, kv, item.node.text)
                 for item, kv in zip(batch, encoded, strict=True)
@@ -186,11 +198,14 @@ class Ingestor:
         """Seconds a token, from one short batch."""
         if self._seconds_per_token is None:
             ids = [[1] * 128] * 4
-            with self._lock:
+
+            def timed() -> float:
                 self._encoder.encode([[1] * 8])
                 start = time.perf_counter()
                 self._encoder.encode(ids)
-                self._seconds_per_token = (time.perf_counter() - start) / 512
+                return time.perf_counter() - start
+
+            self._seconds_per_token = self._on_device(timed) / 512
         return self._seconds_per_token
 
 

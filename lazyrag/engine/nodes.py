@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from lazyrag_kernels.attention import Pages
@@ -73,6 +74,14 @@ def _reason(failure: LoadFailure, source: NodeSource) -> Reason:
     }[failure]
 
 
+class Placed(NamedTuple):
+    """What a request holds in the pool, and where its nodes came from."""
+
+    nodes: dict[NodeKey, ResidentNode]
+    origins: dict[NodeKey, Origin]
+    live_pages: Pages
+
+
 class NodePlacer:
     """Makes nodes resident: raw keys are rotated at their local position, once, into pages."""
 
@@ -81,49 +90,48 @@ class NodePlacer:
         self._geometry = geometry
         self._loader = loader
 
-    def acquire(
-        self, runs: Iterable[NodeRun], origins: dict[NodeKey, Origin]
-    ) -> dict[NodeKey, ResidentNode] | None:
-        """Every node resident and in use; None (and nothing held) when the pool has no room.
+    def acquire(self, runs: Iterable[NodeRun], live_tokens: int) -> Placed | None:
+        """Every node resident and in use, and pages for live text.
 
         Args:
             runs: the nodes; one may occur more than once.
-            origins: filled with where each node came from; an earlier entry (of an attempt that
-                found no room) stays, unless the node had to be computed since.
+            live_tokens: to make room for.
+
+        Returns:
+            None, with nothing held and nothing loaded, when the pool has no room.
         """
+        pool = self._pool
         held: dict[NodeKey, ResidentNode] = {}
+        origins: dict[NodeKey, Origin] = {}
+        missing: dict[NodeKey, NodeRun] = {}
         complete = False
         try:
-            missing: dict[NodeKey, NodeRun] = {}
             for run in runs:  # residents first, so that making room cannot evict them
                 if run.key in held or run.key in missing:
                     continue
-                resident = self._pool.acquire(run.key)
+                resident = pool.acquire(run.key)
                 if resident is None:
                     missing[run.key] = run
                 else:
-                    nbytes = resident.tokens * self._geometry.kv_bytes_per_token(self._pool.k.dtype)
-                    held[run.key] = resident
-                    origins.setdefault(run.key, Origin(Tier.DEVICE, nbytes))
+                    nbytes = resident.tokens * self._geometry.kv_bytes_per_token(pool.k.dtype)
+                    held[run.key], origins[run.key] = resident, Origin(Tier.DEVICE, nbytes)
+            tokens = (live_tokens, *(len(run.ids) for run in missing.values()))
+            if sum(map(pool.pages_for, tokens)) > pool.free_pages + pool.evictable_pages:
+                return None
             for run in missing.values():
-                brought = self._bring(run)
-                if brought is None:
-                    return None
-                held[run.key], origin = brought
-                if origin.reason is not None:
-                    origins[run.key] = origin
-                origins.setdefault(run.key, origin)
+                held[run.key], origins[run.key] = self._bring(run)
+            pages = pool.allocate(live_tokens)
+            assert pages is not None
             complete = True
-            return held
+            return Placed(held, origins, pages)
         finally:
             if not complete:
                 for key in held:
-                    self._pool.leave(key)
+                    pool.leave(key)
 
-    def _bring(self, run: NodeRun) -> tuple[ResidentNode, Origin] | None:
+    def _bring(self, run: NodeRun) -> tuple[ResidentNode, Origin]:
         pages = self._pool.allocate(len(run.ids))
-        if pages is None:
-            return None
+        assert pages is not None
         try:
             kv, origin = self._loader.load(run)
             write_node_kv(self._pool, self._geometry, kv, pages)

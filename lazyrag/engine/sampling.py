@@ -209,6 +209,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("quality", "a Quality", lambda v: isinstance(v, Quality)),
     ("shorten", "True or False", lambda v: isinstance(v, bool)),
     ("strict", "True or False", lambda v: isinstance(v, bool)),
+    ("priority", "a whole number", _whole),
     ("timeout_s", "a positive number, or None", lambda v: v is None or (_number(v) and v > 0)),
 )
 

@@ -25,6 +25,12 @@ PARAGRAPH = (
 )
 
 
+def settle(engine: Engine) -> None:
+    """Wait until the worker has looked at what was closed."""
+    for _ in range(2):
+        engine._worker.call(lambda: None)
+
+
 def text(number: int, lines: int = 3) -> str:
     return "".join(PARAGRAPH.format(f"{number}.{line}") for line in range(lines)).strip()
 
@@ -415,10 +421,12 @@ def test_everything_is_given_back(engine: Engine, monkeypatch):
     next(stream)
     assert pool.free_pages < idle[0] and pool.evictable_pages < idle[1]
     stream.close()
+    settle(engine)
     assert (pool.free_pages, pool.evictable_pages) == idle
     abandoned = engine.stream_chat(question(text(1)), max_new_tokens=50)
     next(abandoned)
     del abandoned
+    settle(engine)
     assert (pool.free_pages, pool.evictable_pages) == idle
 
     def broken(*_):
@@ -658,6 +666,7 @@ def test_a_stream_may_be_closed_by_another_thread(engine: Engine):
     stream.close()
     reader.join(timeout=20)
     assert not reader.is_alive()
+    settle(engine)
     assert engine._pool.free_pages == free
     assert list(stream) == []
 

@@ -1,0 +1,138 @@
+"""The one thread that owns the device: everything that touches model or pool happens in it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+from lazyrag.engine.answer import Answer
+from lazyrag.engine.generation import Deliver
+from lazyrag.engine.request import Request
+from lazyrag.engine.runner import Runner
+from lazyrag.engine.scheduler import Scheduler
+from lazyrag.errors import LazyRagError, RequestError
+
+T = TypeVar("T")
+
+IDLE_S = 5.0
+"""Seconds without work after which the thread ends; the next request starts another one."""
+
+logger = logging.getLogger("lazyrag")
+
+
+class Worker:
+    """Runs requests together and jobs between their forward passes. Thread-safe.
+
+    An error of a request reaches its reader. One of the worker itself reaches every reader and
+    every waiting job at once, and the next request begins with a fresh thread.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._scheduler = Scheduler(runner)
+        self._woken = threading.Condition()
+        self._arrived: deque[Answer] = deque()
+        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, request: Request, deliver: Deliver) -> Answer:
+        """Put a request in line; ``deliver`` is called in the worker's thread.
+
+        Raises:
+            RequestError: the worker is closed.
+        """
+        answer = Answer(request, self._runner.model, deliver)
+        with self._woken:
+            self._check_open()
+            self._arrived.append(answer)
+            self._wake()
+        return answer
+
+    def call(self, job: Callable[[], T], /) -> T:
+        """Run ``job`` in the worker's thread, between two forward passes, and wait for it.
+
+        Raises:
+            RequestError: the worker is closed.
+        """
+        if threading.current_thread() is self._thread:
+            return job()
+        outcome: Future[T] = Future()
+        with self._woken:
+            self._check_open()
+            self._jobs.append((job, outcome))
+            self._wake()
+        return outcome.result()
+
+    def close(self) -> None:
+        """End what runs and waits, and the thread. Safe to call more than once."""
+        with self._woken:
+            self._closed = True
+            thread = self._thread
+            self._woken.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("this engine is closed.")
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lazyrag-worker", daemon=True)
+            self._thread.start()
+        self._woken.notify_all()
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._wait():
+                    self._turn()
+        except BaseException as error:
+            logger.exception("the engine's worker failed")
+            failure = LazyRagError(f"the engine's worker failed: {error}")
+            failure.__cause__ = error
+            self._end_all(failure)
+        else:
+            if self._closed:
+                self._end_all(RequestError("this engine was closed."))
+
+    def _wait(self) -> bool:
+        """Wait for work; False: there is none and the thread shall end."""
+        with self._woken:
+            ready = self._scheduler.idle and not self._woken.wait_for(
+                lambda: self._closed or self._arrived or self._jobs, timeout=IDLE_S
+            )
+            if self._closed or ready:
+                self._thread = None
+                return False
+            return True
+
+    def _turn(self) -> None:
+        """Take what has arrived, one job, one step."""
+        with self._woken:
+            while self._arrived:
+                self._scheduler.add(self._arrived.popleft())
+            job, outcome = self._jobs.popleft() if self._jobs else (None, None)
+        if job is not None and outcome is not None:
+            try:
+                outcome.set_result(job())
+            except BaseException as error:
+                outcome.set_exception(error)
+        self._scheduler.step()
+
+    def _end_all(self, error: BaseException) -> None:
+        with self._woken:
+            self._thread = None
+            while self._arrived:
+                self._scheduler.add(self._arrived.popleft())
+            jobs, self._jobs = self._jobs, deque()
+        self._scheduler.fail_all(error)
+        for _, outcome in jobs:
+            outcome.set_exception(error)
