@@ -13,10 +13,11 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
+from lazyrag.engine.attention import paged_attention
 from lazyrag.engine.encode import Encoder
 from lazyrag.engine.nodes import write_node_kv
-from lazyrag.engine.pool import PagePool
-from lazyrag.engine.sequence import PagedSequence, PagedStep, SeenNode
+from lazyrag.engine.pool import PagePool, page_size_on
+from lazyrag.engine.sequence import PagedSequence, SeenNode
 from lazyrag.errors import ModelError
 from lazyrag.model import oracle, seam
 from lazyrag.model.cache_dir import JsonCache
@@ -26,7 +27,6 @@ from lazyrag.types import NodeKey
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest RMS(error) / RMS(logits)."""
-PAGE_SIZE = 16
 
 
 def examine(model: LoadedModel) -> float:
@@ -96,7 +96,11 @@ def _probe(model: LoadedModel) -> tuple[list[PlacedPrompt], tuple[int, ...]]:
 def _lazy_logits(model: LoadedModel, prompts: list[PlacedPrompt], sink: tuple[int, ...]) -> Tensor:
     encoder = Encoder(model, sink, model.dtype)
     pool = PagePool(
-        model.geometry, pages=32, page_size=PAGE_SIZE, dtype=model.dtype, device=model.device
+        model.geometry,
+        pages=32,
+        page_size=page_size_on(model.device),
+        dtype=model.dtype,
+        device=model.device,
     )
     pool.k.fill_(float("nan"))
     pool.v.fill_(float("nan"))
@@ -112,10 +116,10 @@ def _lazy_logits(model: LoadedModel, prompts: list[PlacedPrompt], sink: tuple[in
         live = len(prompt.live_ids)
         pages = pool.allocate(live)
         assert pages is not None
-        sequence = PagedSequence(pool, model.geometry, nodes, pages, live)
+        sequence = PagedSequence(pool, nodes, pages, live)
         rows.append(sequence.rows(prompt.live_positions))
     ids = torch.tensor([[id for prompt in prompts for id in prompt.live_ids]])
     with torch.inference_mode():
-        step = PagedStep(pool, model.geometry, rows)
+        step = paged_attention(pool, model.geometry).step(rows)
         hidden = seam.hidden_states(model.model, ids.to(model.device), step)
         return seam.logits(model.model, hidden[0]).cpu()

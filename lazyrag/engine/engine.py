@@ -21,7 +21,7 @@ from lazyrag.engine.generation import Generation, GenerationStream
 from lazyrag.engine.ingest import IngestEstimate, Ingestor, kept_texts
 from lazyrag.engine.library import Library
 from lazyrag.engine.nodes import NodeLoader, NodePlacer
-from lazyrag.engine.pool import PagePool
+from lazyrag.engine.pool import PagePool, page_size_on
 from lazyrag.engine.progress import token_bar
 from lazyrag.engine.request import Request
 from lazyrag.engine.runner import Runner
@@ -45,8 +45,6 @@ from lazyrag.types import (
     Reference,
 )
 
-PAGE_SIZE = 16
-"""Tokens a page."""
 POOL_BYTES = 4 * 2**30
 """Most bytes the pool takes unless told otherwise (and at most a quarter of the memory)."""
 POOL_FULL_S = 0.02
@@ -91,7 +89,7 @@ class Engine:
         self._pool = PagePool(
             geometry,
             pages=_pool_pages(model, pool_bytes),
-            page_size=PAGE_SIZE,
+            page_size=page_size_on(model.device),
             dtype=model.dtype,
             device=model.device,
         )
@@ -526,7 +524,8 @@ def _encoding(model: LoadedModel, sink: str, kv_dtype: KVDType | str, tenant: st
 
 
 def _pool_pages(model: LoadedModel, pool_bytes: int | None) -> int:
-    per_page = PAGE_SIZE * model.geometry.kv_bytes_per_token(model.dtype)
+    page_size = page_size_on(model.device)
+    per_page = page_size * model.geometry.kv_bytes_per_token(model.dtype)
     if pool_bytes is not None:
         if pool_bytes < per_page:
             raise RequestError(
@@ -538,4 +537,4 @@ def _pool_pages(model: LoadedModel, pool_bytes: int | None) -> int:
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     windows = POOL_WINDOWS * model.geometry.max_positions
-    return max(1, min(min(POOL_BYTES, memory // 4) // per_page, -(-windows // PAGE_SIZE)))
+    return max(1, min(min(POOL_BYTES, memory // 4) // per_page, -(-windows // page_size)))

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lazyrag.engine.attention import paged_attention
 from lazyrag.engine.materialized import MaterializedSequence
 from lazyrag.engine.nodes import NodeLoader, NodePlacer
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.report import Origin, Tier
 from lazyrag.engine.request import Request
-from lazyrag.engine.sequence import PagedSequence, PagedStep, SeenNode
+from lazyrag.engine.sequence import PagedSequence, SeenNode
 from lazyrag.errors import RequestError
 from lazyrag.model import seam
 from lazyrag.model.load import LoadedModel
@@ -50,6 +51,7 @@ class Runner:
         self._pool = pool
         self._placer = placer
         self._loader = loader
+        self._paged = paged_attention(pool, model.geometry)
         self._raw: dict[NodeKey, StoredKV] = {}
 
     def check_fits(self, request: Request) -> None:
@@ -89,7 +91,7 @@ class Runner:
             SeenNode(held[node.run.key].pages, node.run.used, node.offset, node.first_row)
             for node in prompt.nodes
         ]
-        sequence = PagedSequence(pool, self.model.geometry, nodes, live_pages, capacity)
+        sequence = PagedSequence(pool, nodes, live_pages, capacity)
 
         def release() -> None:
             pool.release(live_pages)
@@ -164,7 +166,7 @@ class Runner:
             for sequence, _, positions in batch
             if isinstance(sequence, PagedSequence)
         ]
-        return PagedStep(self._pool, self.model.geometry, rows)
+        return self._paged.step(rows)
 
     def score(self, request: Request, answer: Sequence[int]) -> list[float] | None:
         """Log-probability of each id of ``answer``, given the prompt and the ids before it.

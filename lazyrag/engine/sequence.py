@@ -31,14 +31,13 @@ class PagedSequence:
     def __init__(
         self,
         pool: PagePool,
-        geometry: Geometry,
         nodes: Sequence[SeenNode],
         live_pages: Pages,
         live_capacity: int,
     ) -> None:
-        self._pool = pool
-        self._geometry = geometry
         self._nodes = nodes
+        self._seen = tuple(NodeSpan(n.pages, n.length, n.offset) for n in nodes)
+        self._last_first_row = max((node.first_row for node in nodes), default=0)
         self.live_pages = live_pages
         self._positions = torch.empty(live_capacity, dtype=torch.int64)
         self._slots = pool.slots(live_pages, 0, live_capacity)
@@ -49,15 +48,13 @@ class PagedSequence:
         first, self._length = self._length, self._length + len(positions)
         self._positions[first : self._length] = torch.as_tensor(positions)
         live = LiveSpan(self.live_pages, self._positions[: self._length], first)
-        nodes = tuple(
-            NodeSpan(node.pages, node.length, node.offset, max(0, node.first_row - first))
-            for node in self._nodes
-        )
+        nodes = self._seen  # the same tuple for every row behind the last node
+        if first < self._last_first_row:
+            nodes = tuple(
+                NodeSpan(node.pages, node.length, node.offset, max(0, node.first_row - first))
+                for node in self._nodes
+            )
         return RequestRows(live, nodes), self._slots[first : self._length]
-
-    def step(self, positions: Sequence[int]) -> PagedStep:
-        """The attention of a forward pass over this request's next live tokens alone."""
-        return PagedStep(self._pool, self._geometry, [self.rows(positions)])
 
 
 class PagedStep:

@@ -91,9 +91,12 @@ def tiny_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     )
 
 
-def save_tiny(folder: Path, name: str, seed: int = 0) -> Path:
-    """Write the tiny checkpoint called ``name`` (a key of `CONFIGS`) and its tokenizer."""
-    settings = {**_COMMON, **CONFIGS[name]}
+def save_tiny(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path:
+    """Write the tiny checkpoint called ``name`` (a key of `CONFIGS`) and its tokenizer.
+
+    ``changes`` are entries of its configuration.
+    """
+    settings = {**_COMMON, **CONFIGS[name], **changes}
     config = AutoConfig.for_model(**settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)

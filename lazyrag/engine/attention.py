@@ -1,0 +1,106 @@
+"""Which attention a pool is served with: the Triton kernels on a GPU, plain torch elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from lazyrag_kernels.attention import Batch, RequestRows
+from torch import Tensor
+
+from lazyrag.engine.pool import PagePool
+from lazyrag.engine.sequence import PagedStep
+from lazyrag.model.geometry import Geometry
+from lazyrag.model.seam import AttentionStep
+
+MAX_ROWS = 4096
+"""Query tokens of one forward pass, at most."""
+
+logger = logging.getLogger("lazyrag")
+
+
+class PagedAttention(Protocol):
+    """Makes the attention of forward passes over one pool."""
+
+    def step(self, rows: Sequence[tuple[RequestRows, Tensor]]) -> AttentionStep:
+        """The attention of one pass.
+
+        Args:
+            rows: query rows and their slots, one entry a request; tokens are packed in this order.
+        """
+        ...
+
+
+def paged_attention(pool: PagePool, geometry: Geometry) -> PagedAttention:
+    """The fastest there is for this device, these heads and this dtype."""
+    if pool.k.device.type != "cuda":
+        return TorchAttention(pool, geometry)
+    try:
+        return TritonAttention(pool, geometry)
+    except (ImportError, ValueError) as error:
+        logger.warning("attention runs in plain torch on this GPU: %s", error)
+        return TorchAttention(pool, geometry)
+
+
+class TorchAttention:
+    """`PagedStep`, planned anew for every pass."""
+
+    def __init__(self, pool: PagePool, geometry: Geometry) -> None:
+        self._pool = pool
+        self._geometry = geometry
+
+    def step(self, rows: Sequence[tuple[RequestRows, Tensor]]) -> AttentionStep:
+        """See `PagedAttention`."""
+        return PagedStep(self._pool, self._geometry, rows)
+
+
+class TritonAttention:
+    """The kernels of `lazyrag_kernels`; plans and workspace are allocated once.
+
+    Raises:
+        ImportError: Triton is not installed.
+        ValueError: a head size or dtype no launch can do.
+    """
+
+    def __init__(self, pool: PagePool, geometry: Geometry) -> None:
+        from lazyrag_kernels.attention.step import TritonStep
+        from lazyrag_kernels.attention.table import Heads
+
+        heads = Heads(geometry.q_heads, geometry.kv_heads, geometry.head_dim)
+        self._pool = pool
+        self._layers = geometry.layers
+        self._launches = TritonStep(heads, pool.page_size, MAX_ROWS, pool.k.dtype, pool.k.device)
+        self._planner = self._launches.planner()
+
+    def step(self, rows: Sequence[tuple[RequestRows, Tensor]]) -> AttentionStep:
+        """See `PagedAttention`."""
+        batch = Batch(tuple(request for request, _ in rows), self._pool.page_size)
+        for window in {layer.window for layer in self._layers}:
+            self._launches.load(self._planner.plan(batch, window))
+        device = self._pool.k.device
+        self._slots = torch.cat([slots for _, slots in rows]).to(device)
+        positions = torch.cat([request.positions for request in batch.requests])
+        self._positions = positions.to(device)
+        return self
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `lazyrag.model.seam.AttentionStep`; of the pass that `step` was called for last."""
+        from lazyrag_kernels.kv_write.triton import write_step
+
+        spec, pool = self._layers[layer], self._pool
+        turned = write_step(
+            pool.k[layer],
+            pool.v[layer],
+            k[0].transpose(0, 1),
+            v[0].transpose(0, 1),
+            self._slots,
+            self._positions,
+            spec.rotary,
+            self._launches.angles(spec.rotary),
+            pool.page_size,
+            q=q[0].transpose(0, 1),
+        )
+        assert turned is not None
+        return self._launches.attend(turned, pool.k[layer], pool.v[layer], spec)[None]

@@ -1,0 +1,105 @@
+"""The engine over the Triton kernels, on a GPU: the oracle's answers, alone and together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lazyrag import Engine, Live, Node
+from lazyrag.engine.attention import TritonAttention
+from tests.support.tiny import save_tiny
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+FAMILIES = ("llama", "llama3-scaled", "qwen2", "qwen3", "mistral-window", "qwen2-window")
+TEXTS = [
+    " ".join(f"Line {row} of text {n} counts {row * n} ships." for row in range(9 + n))
+    for n in range(6)
+]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Tiny checkpoints with heads of a size the kernels take."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = save_tiny(tmp_path_factory.mktemp(name) / name, name, head_dim=64)
+        return made[name]
+
+    return get
+
+
+def prompt(first: int, second: int) -> list[Live | Node]:
+    return [
+        Live(text="Read this.\n\n"),
+        Node(text=TEXTS[first]),
+        Live(text="\n\n"),
+        Node(text=TEXTS[second]),
+        Live(text="\n\nHow many ships are there, and who counts them?"),
+    ]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_and_scores_are_the_oracles(wide, tmp_path: Path, name: str) -> None:
+    with Engine.from_pretrained(
+        wide(name), store=tmp_path / "kv", device="cuda", dtype="float32"
+    ) as engine:
+        assert isinstance(engine._runner._paged, TritonAttention)
+        engine.precompute(TEXTS)
+        engine._worker.call(lambda: engine._pool.k.fill_(float("nan")))
+        engine._worker.call(lambda: engine._pool.v.fill_(float("nan")))
+        for first, second in ((0, 1), (5, 2), (2, 5), (3, 3)):
+            asked = prompt(first, second)
+            lazy = engine.generate(asked, max_new_tokens=90)
+            copied = engine.generate(asked, max_new_tokens=90, quality="materialized")
+            assert lazy.token_ids == copied.token_ids
+            assert lazy.report.nodes_reused == 2
+            scores = torch.tensor(engine.score(asked, "Nobody counts them."))
+            oracle = engine.score(asked, "Nobody counts them.", quality="materialized")
+            assert (scores - torch.tensor(oracle)).abs().max() < 1e-3
+
+
+def test_many_requests_at_once_get_their_single_answers(wide, tmp_path: Path) -> None:
+    pairs = [(n % 6, (n * 5 + 1) % 6) for n in range(24)]
+    with Engine.from_pretrained(
+        wide("llama"), store=tmp_path / "kv", device="cuda", dtype="float32"
+    ) as engine:
+        engine.precompute(TEXTS)
+        expected = [engine.generate(prompt(*pair), max_new_tokens=40).token_ids for pair in pairs]
+        answers: dict[int, list[int]] = {}
+
+        def ask(number: int) -> None:
+            answer = engine.generate(prompt(*pairs[number]), max_new_tokens=40)
+            answers[number] = answer.token_ids
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(pairs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [answers[number] for number in range(len(pairs))] == expected
+
+
+def test_bfloat16_answers(wide, tmp_path: Path) -> None:
+    with Engine.from_pretrained(wide("llama"), store=tmp_path / "kv", device="cuda") as engine:
+        assert isinstance(engine._runner._paged, TritonAttention)
+        engine.precompute(TEXTS)
+        scores = torch.tensor(engine.score(prompt(0, 1), "Nobody counts them."))
+        oracle = engine.score(prompt(0, 1), "Nobody counts them.", quality="materialized")
+        assert (scores - torch.tensor(oracle)).abs().mean() < 0.2
+
+
+def test_heads_that_no_launch_takes_run_in_plain_torch(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with Engine.from_pretrained(
+        checkpoint("llama"), store=tmp_path / "kv", device="cuda", dtype="float32"
+    ) as engine:
+        assert not isinstance(engine._runner._paged, TritonAttention)
+        assert engine.generate(prompt(0, 1), max_new_tokens=4).token_ids
