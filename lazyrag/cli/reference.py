@@ -20,6 +20,8 @@ COMMANDS = (
     ("store",),
     ("store", "stats"),
     ("store", "verify"),
+    ("bench",),
+    ("bench", "hit-ratio"),
     ("env",),
 )
 BEGIN = "<!-- begin: made by python -m lazyrag.cli.reference docs/cli.md -->"
