@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
 
 from torch import Tensor
 
 from lazyrag.engine.generation import Deliver, FinishReason, Generation
 from lazyrag.engine.report import NodeStatus, Reason, ReuseReport
 from lazyrag.engine.request import Request
-from lazyrag.engine.runner import Started
+from lazyrag.engine.runner import Rows, Started
 from lazyrag.engine.sampling import Sampler
 from lazyrag.engine.text_stream import TextStream
 from lazyrag.errors import RequestError
 from lazyrag.model.load import LoadedModel
 from lazyrag.types import Quality
+
+logger = logging.getLogger("lazyrag")
 
 
 class Answer:
@@ -60,14 +62,16 @@ class Answer:
         """Whether the whole prompt is computed."""
         return self._prefilled == len(self.request.prompt.live_ids)
 
-    def take(self, most: int) -> tuple[Sequence[int], Sequence[int]]:
+    def take(self, most: int) -> Rows:
         """At most ``most`` tokens for the next forward pass, and their positions."""
-        prompt = self.request.prompt
+        assert self.started is not None, "it runs"
+        sequence, prompt = self.started.sequence, self.request.prompt
         if self.decoding:
-            return self._token_ids[-1:], [prompt.next_position + len(self._token_ids) - 1]
+            position = prompt.next_position + len(self._token_ids) - 1
+            return sequence, self._token_ids[-1:], [position]
         chunk = slice(self._prefilled, self._prefilled + most)
         self._prefilled = min(chunk.stop, len(prompt.live_ids))
-        return prompt.live_ids[chunk], prompt.live_positions[chunk]
+        return sequence, prompt.live_ids[chunk], prompt.live_positions[chunk]
 
     def advance(self, logits: Tensor) -> Generation | None:
         """Choose the next token and deliver what can be shown of it.
@@ -99,8 +103,11 @@ class Answer:
         return self._generation(finish)
 
     def conclude(self, outcome: Generation | BaseException) -> None:
-        """Tell the reader that it is over."""
-        self._deliver(outcome)
+        """Tell the reader that it is over; one that cannot be told is nobody else's trouble."""
+        try:
+            self._deliver(outcome)
+        except BaseException:
+            logger.exception("the outcome of a request could not be delivered")
 
     def _say(self, piece: str) -> None:
         if piece:

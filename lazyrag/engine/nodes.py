@@ -41,11 +41,14 @@ class NodeLoader:
         self._encoder = encoder
 
     def load(self, run: NodeRun) -> tuple[StoredKV, Origin]:
-        """Raw KV of a node, checked, and where it came from."""
+        """Raw KV of a node, checked, and where it came from.
+
+        Whatever goes wrong in the store, want of memory included, the node is computed anew.
+        """
         try:
             stored = self._store.load(run.key, run.ids)
-        except StoreError as error:
-            logger.warning("node %s is computed anew: %s", run.key, error)
+        except (StoreError, OSError, MemoryError) as error:
+            logger.warning("node %s is computed anew: %r", run.key, error)
             stored = LoadFailure.UNREADABLE
         if isinstance(stored, StoredKV):
             return stored, Origin(Tier.DISK, stored.nbytes)
@@ -55,8 +58,8 @@ class NodeLoader:
             if run.text is not None and run.source is NodeSource.GIVEN:
                 self._library.register([self._library.describe(run.text, None, alias=False)])
             self._store.sweep([run.key])  # its text may have been released since it was found
-        except StoreError as error:
-            logger.warning("node %s is used but not stored: %s", run.key, error)
+        except (StoreError, OSError, MemoryError) as error:
+            logger.warning("node %s is used but not stored: %r", run.key, error)
         return kv, Origin(Tier.NONE, 0, _reason(stored, run.source))
 
 

@@ -132,23 +132,12 @@ class Runner:
         """One pass over the next tokens of several requests.
 
         Args:
-            batch: a request stands in it once.
+            batch: a request stands in it once; one of `Quality.MATERIALIZED` stands alone.
             last: of how many last tokens of each the logits are wanted.
 
         Returns:
             Of each request [vocab], or [last, vocab] with ``last`` above 1.
         """
-        results: list[Tensor] = [torch.empty(0)] * len(batch)
-        paged = [number for number, rows in enumerate(batch) if isinstance(rows[0], PagedSequence)]
-        alone = [[number] for number in range(len(batch)) if number not in set(paged)]
-        for numbers in [paged, *alone] if paged else alone:
-            for number, logits in zip(
-                numbers, self._pass([batch[number] for number in numbers], last), strict=True
-            ):
-                results[number] = logits
-        return results
-
-    def _pass(self, batch: Sequence[Rows], last: int) -> list[Tensor]:
         ids = [id for _, tokens, _ in batch for id in tokens]
         tokens = torch.tensor([ids], dtype=torch.int64, device=self.model.device)
         hidden = seam.hidden_states(self.model.model, tokens, self._attention(batch))[0]
@@ -181,7 +170,8 @@ class Runner:
             prompt, step = request.prompt, SCORE_TOKENS
             for first in range(0, len(prompt.live_ids), step):
                 chunk = slice(first, first + step)
-                rows = (started.sequence, prompt.live_ids[chunk], prompt.live_positions[chunk])
+                ids, positions = prompt.live_ids[chunk], prompt.live_positions[chunk]
+                rows: Rows = (started.sequence, ids, positions)
                 (logits,) = self.forward([rows])
             scores = logits[None]
             if len(answer) > 1:

@@ -3,20 +3,23 @@
 Requests are admitted in order of priority, then of arrival; one that finds no room waits, and
 nobody overtakes it. Pages for the whole answer are taken at admission, so nothing that runs is ever
 put back. A step holds one token of every answer that is being written and, within a budget, the
-next part of prompts that are still read; the first prompt in gets the budget first.
+next part of prompts that are still read; priority, then the first prompt in, gets the budget first.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 
 from lazyrag.engine.answer import Answer
 from lazyrag.engine.generation import Generation
-from lazyrag.engine.runner import Runner, RunningSequence
-from lazyrag.errors import RequestError
+from lazyrag.engine.runner import Rows, Runner
+from lazyrag.engine.sequence import PagedSequence
+from lazyrag.errors import LazyRagError, RequestError
 
 STEP_TOKENS = 2048
 """Prompt tokens of one forward pass when no answer is being written."""
@@ -26,6 +29,13 @@ MAX_RUNNING = 256
 """Requests that run at once."""
 MAX_WAITING = 4096
 """Requests that wait; more are refused."""
+ADMIT_S = 0.05
+"""Seconds after which no further request is admitted (its nodes loaded) before a forward pass."""
+
+Pass = list[tuple[Answer, Rows]]
+"""Requests and their next tokens."""
+
+logger = logging.getLogger("lazyrag")
 
 
 class Scheduler:
@@ -59,28 +69,31 @@ class Scheduler:
         """Admit what fits, run one forward pass, deliver what came of it."""
         self._drop(self._given_up)
         self._admit()
+        for batch in _passes(self._next_tokens()):
+            self._forward(batch)
+
+    def _next_tokens(self) -> Pass:
         budget = SHARED_STEP_TOKENS if any(a.decoding for a in self._running) else STEP_TOKENS
-        batch = []
-        for answer in self._running:
+        batch: Pass = []
+        for answer in sorted(self._running, key=lambda answer: -answer.request.options.priority):
             if answer.decoding:
-                batch.append((answer, *answer.take(1)))
+                batch.append((answer, answer.take(1)))
             elif budget:
-                ids, positions = answer.take(budget)
-                budget -= len(ids)
-                batch.append((answer, ids, positions))
-        if not batch:
-            return
+                rows = answer.take(budget)
+                budget -= len(rows[1])
+                batch.append((answer, rows))
+        return batch
+
+    def _forward(self, batch: Pass) -> None:
         try:
-            logits = self._runner.forward(
-                [(_sequence(answer), ids, positions) for answer, ids, positions in batch]
-            )
+            logits = self._runner.forward([rows for _, rows in batch])
         except BaseException as error:
-            for answer, *_ in batch:
+            for answer, _ in batch:
                 self._end(answer, error)
             if not isinstance(error, Exception):
                 raise
             return
-        for (answer, *_), scores in zip(batch, logits, strict=True):
+        for (answer, _), scores in zip(batch, logits, strict=True):
             if not answer.decoding:
                 continue
             try:
@@ -92,16 +105,26 @@ class Scheduler:
                 self._end(answer, generation)
 
     def fail_all(self, error: BaseException) -> None:
-        """End every request with ``error``."""
-        self._drop(lambda answer: error)
+        """End every request with ``error``, whatever else fails."""
+        while not self.idle:
+            try:
+                self._drop(lambda answer: error)
+            except Exception:
+                logger.exception("what a request held could not be given back")
 
     def _admit(self) -> None:
+        until = time.perf_counter() + ADMIT_S
         while self._waiting and len(self._running) < MAX_RUNNING:
             *_, answer = self._waiting[0]
             try:
                 started = self._runner.begin(answer.request)
                 if started is None:
-                    return
+                    if self._running:
+                        return
+                    raise LazyRagError(
+                        "the pool has no room although nothing runs: pages are missing. Open "
+                        "another engine, and please report this."
+                    )
                 heapq.heappop(self._waiting)
                 self._running.append(answer)
                 answer.begin(started)
@@ -109,6 +132,8 @@ class Scheduler:
                 if self._waiting and self._waiting[0][-1] is answer:
                     heapq.heappop(self._waiting)
                 self._end(answer, error)
+            if time.perf_counter() > until:
+                return
 
     @staticmethod
     def _given_up(answer: Answer) -> BaseException | None:
@@ -134,15 +159,19 @@ class Scheduler:
             heapq.heapify(self._waiting)
 
     def _end(self, answer: Answer, outcome: Generation | BaseException) -> None:
-        """Give back what a request held, then tell its reader."""
+        """Give back what a request held, then tell its reader in any case."""
         if answer in self._running:
             self._running.remove(answer)
-        if answer.started is not None:
-            self._runner.end(answer.started)
-            answer.started = None
-        answer.conclude(outcome)
+        started, answer.started = answer.started, None
+        try:
+            if started is not None:
+                self._runner.end(started)
+        finally:
+            answer.conclude(outcome)
 
 
-def _sequence(answer: Answer) -> RunningSequence:
-    assert answer.started is not None
-    return answer.started.sequence
+def _passes(batch: Pass) -> Sequence[Pass]:
+    """What is computed together: all over the pool in one pass, each with copies in its own."""
+    paged = [entry for entry in batch if isinstance(entry[1][0], PagedSequence)]
+    copied = [[entry] for entry in batch if not isinstance(entry[1][0], PagedSequence)]
+    return [paged, *copied] if paged else copied

@@ -30,7 +30,7 @@ class Worker:
     """Runs requests together and jobs between their forward passes. Thread-safe.
 
     An error of a request reaches its reader. One of the worker itself reaches every reader and
-    every waiting job at once, and the next request begins with a fresh thread.
+    every waiting job at once; the next request is served.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -51,8 +51,8 @@ class Worker:
         answer = Answer(request, self._runner.model, deliver)
         with self._woken:
             self._check_open()
-            self._arrived.append(answer)
             self._wake()
+            self._arrived.append(answer)
         return answer
 
     def call(self, job: Callable[[], T], /) -> T:
@@ -66,8 +66,8 @@ class Worker:
         outcome: Future[T] = Future()
         with self._woken:
             self._check_open()
-            self._jobs.append((job, outcome))
             self._wake()
+            self._jobs.append((job, outcome))
         return outcome.result()
 
     def close(self) -> None:
@@ -84,35 +84,36 @@ class Worker:
             raise RequestError("this engine is closed.")
 
     def _wake(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lazyrag-worker", daemon=True)
-            self._thread.start()
+        """Have a thread; nothing is put in line when none can be started."""
+        if self._thread is None or not self._thread.is_alive():  # a fork leaves it behind
+            thread = threading.Thread(target=self._run, name="lazyrag-worker", daemon=True)
+            thread.start()
+            self._thread = thread
         self._woken.notify_all()
 
     def _run(self) -> None:
-        try:
-            with torch.inference_mode():
-                while self._wait():
+        with torch.inference_mode():
+            while self._wait():
+                try:
                     self._turn()
-        except BaseException as error:
-            logger.exception("the engine's worker failed")
-            failure = LazyRagError(f"the engine's worker failed: {error}")
-            failure.__cause__ = error
-            self._end_all(failure)
-        else:
-            if self._closed:
-                self._end_all(RequestError("this engine was closed."))
+                except BaseException as error:
+                    logger.exception("the engine's worker failed")
+                    failure = LazyRagError(f"the engine's worker failed: {error}")
+                    failure.__cause__ = error
+                    self._end_all(failure)
+        # Not after an idle end: another thread may own the scheduler by now.
+        if threading.current_thread() is self._thread:
+            self._end_all(RequestError("this engine was closed."))
 
     def _wait(self) -> bool:
-        """Wait for work; False: there is none and the thread shall end."""
+        """Wait for work; False: there is none, or the worker was closed, and the thread ends."""
         with self._woken:
-            ready = self._scheduler.idle and not self._woken.wait_for(
+            if self._scheduler.idle and not self._woken.wait_for(
                 lambda: self._closed or self._arrived or self._jobs, timeout=IDLE_S
-            )
-            if self._closed or ready:
+            ):
                 self._thread = None
                 return False
-            return True
+            return not self._closed
 
     def _turn(self) -> None:
         """Take what has arrived, one job, one step."""
@@ -129,10 +130,10 @@ class Worker:
 
     def _end_all(self, error: BaseException) -> None:
         with self._woken:
-            self._thread = None
-            while self._arrived:
-                self._scheduler.add(self._arrived.popleft())
+            arrived, self._arrived = self._arrived, deque()
             jobs, self._jobs = self._jobs, deque()
         self._scheduler.fail_all(error)
+        for answer in arrived:
+            answer.conclude(error)
         for _, outcome in jobs:
             outcome.set_exception(error)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lazyrag.engine import runner as runner_module
+from lazyrag.engine import scheduler as scheduler_module
 from lazyrag.engine.engine import Engine
 from lazyrag.model import oracle
 from lazyrag.model.oracle import eager_logits
@@ -216,7 +217,7 @@ def test_chunked_prefill_equals_one_pass(engine_for: EngineFor, monkeypatch, row
     engine = engine_for("qwen2-window", "template")
     segments = prompts(8)[7]
     whole = lazy_logits(engine, segments)
-    monkeypatch.setattr(runner_module, "PREFILL_TOKENS", rows)
+    monkeypatch.setattr(scheduler_module, "STEP_TOKENS", rows)
     assert_close("chunked", whole, lazy_logits(engine, segments), TOLERANCE)
     wrong = lazy_logits(engine, shifted(segments, engine))
     assert_far("twin", whole, wrong, TOLERANCE)

@@ -277,8 +277,9 @@ def test_a_waiting_request_reports_what_was_released_meanwhile(open_engine):
     key, other = engine.precompute([NodeText(text(1), reference=FIRST), text(2)])
     expected = engine.chat(question(text(1), text(2)), max_new_tokens=20)
     assert key in engine._pool
-    runner, call = engine._runner, engine._worker.call
-    held = call(lambda: runner._pool.allocate(16 * 26))
+    long = '{"type": "string", "minLength": 1000}'
+    holder = engine.stream("Once upon", max_new_tokens=16 * 26 - 9, json_schema=long)
+    next(holder)  # 26 pages
     answers: list[Generation] = []
     waiting = threading.Thread(
         target=lambda: answers.append(
@@ -286,11 +287,11 @@ def test_a_waiting_request_reports_what_was_released_meanwhile(open_engine):
         )
     )
     waiting.start()
-    while engine._worker._scheduler.idle:
-        time.sleep(0.01)
+    while not engine._worker._scheduler._waiting:
+        time.sleep(0.001)
     assert engine.release([FIRST]) == 1
     assert key not in engine._pool and not answers
-    call(lambda: runner._pool.release(held))
+    holder.close()
     waiting.join(timeout=60)
     (answer,) = answers
     assert statuses(answer) == [("recomputed", "missing"), ("reused", None)]
