@@ -15,12 +15,13 @@ OpenStream = Callable[[], GenerationStream]
 async def iterate_in_thread(open_stream: OpenStream) -> AsyncGenerator[str | Generation, None]:
     """Every delta of the stream, then its `Generation`.
 
-    The stream is opened, read and closed in one worker thread. Leaving early (cancellation,
-    ``aclose``) closes it after the step it is in.
+    The stream is opened and read in one worker thread. Leaving early (cancellation, ``aclose``)
+    closes it: the request ends after the forward pass it is in, also before its first text.
     """
     loop = asyncio.get_running_loop()
     arrived: asyncio.Queue[str | Generation | BaseException] = asyncio.Queue()
     left = threading.Event()
+    opened: list[GenerationStream] = []
 
     def deliver(item: str | Generation | BaseException) -> None:
         try:
@@ -31,6 +32,9 @@ async def iterate_in_thread(open_stream: OpenStream) -> AsyncGenerator[str | Gen
     def work() -> None:
         try:
             with open_stream() as stream:
+                opened.append(stream)
+                if left.is_set():
+                    return
                 for delta in stream:
                     if left.is_set():
                         return
@@ -50,6 +54,8 @@ async def iterate_in_thread(open_stream: OpenStream) -> AsyncGenerator[str | Gen
                 return
     finally:
         left.set()
+        for stream in opened:
+            stream.close()
 
 
 async def run_in_thread(open_stream: OpenStream) -> Generation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -93,12 +93,15 @@ class NodePlacer:
         self._geometry = geometry
         self._loader = loader
 
-    def acquire(self, runs: Iterable[NodeRun], live_tokens: int) -> Placed | None:
+    def acquire(
+        self, runs: Iterable[NodeRun], live_tokens: int, between: Callable[[], None]
+    ) -> Placed | None:
         """Every node resident and in use, and pages for live text.
 
         Args:
             runs: the nodes; one may occur more than once.
             live_tokens: to make room for.
+            between: called before each node that is brought; may raise to give up.
 
         Returns:
             None, with nothing held and nothing loaded, when the pool has no room.
@@ -122,6 +125,7 @@ class NodePlacer:
             if sum(map(pool.pages_for, tokens)) > pool.free_pages + pool.evictable_pages:
                 return None
             for run in missing.values():
+                between()
                 held[run.key], origins[run.key] = self._bring(run)
             pages = pool.allocate(live_tokens)
             assert pages is not None

@@ -92,7 +92,7 @@ class ResidentNode:
 
 
 class PagePool:
-    """Pages and resident nodes. Not thread-safe: the engine's lock guards it.
+    """Pages and resident nodes. Not thread-safe: the worker owns it.
 
     Idle nodes stay until their pages are needed; the least recently used goes first. A node in use
     is never evicted.

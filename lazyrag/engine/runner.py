@@ -83,7 +83,9 @@ class Runner:
             return self._begin_materialized(request)
         prompt, pool = request.prompt, self._pool
         capacity = len(prompt.live_ids) + request.new_tokens
-        placed = self._placer.acquire((node.run for node in prompt.nodes), capacity)
+        placed = self._placer.acquire(
+            (node.run for node in prompt.nodes), capacity, request.check_time
+        )
         if placed is None:
             return None
         held, origins, live_pages = placed

@@ -992,3 +992,21 @@ def test_an_engine_nobody_holds_is_collected(checkpoint, monkeypatch):
     del engine
     with time_limit(10) as wait:
         wait(lambda: gc.collect() >= 0 and all(one() is None for one in gone))
+
+
+def test_time_is_looked_at_between_nodes(open_engine, monkeypatch):
+    """Nodes that must be computed first take longer than the request may."""
+    engine = open_engine()
+    load, loaded = engine._runner._placer._loader.load, []
+
+    def slow(run):
+        loaded.append(run.key)
+        time.sleep(0.1)
+        return load(run)
+
+    monkeypatch.setattr(engine._runner._placer._loader, "load", slow)
+    with pytest.raises(RequestError, match="timeout"):
+        engine.generate(prompt(90, 91, 92, 93, 94), max_new_tokens=1, timeout_s=0.25)
+    assert 1 <= len(loaded) < 5
+    engine._worker.call(lambda: None)
+    check_all_back(engine)

@@ -292,12 +292,38 @@ def test_leaving_a_stream_frees_what_it_held(
     assert chat.invoke(PROMPT, max_tokens=1).text is not None
 
 
+def test_cancelling_before_the_first_text_ends_the_request(
+    chat: ChatLazyKV, monkeypatch: pytest.MonkeyPatch, nothing_held: Callable[[], None]
+) -> None:
+    """The prompt is read in parts; the next part is not begun."""
+    monkeypatch.setattr("lazyrag.engine.scheduler.STEP_TOKENS", 16)
+    forward, calls = chat.engine._runner.forward, [0]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(chat.engine._runner, "forward", counted)
+
+    async def leave() -> None:
+        task = asyncio.ensure_future(chat.ainvoke(PROMPT + " word" * 800))
+        while not calls[0]:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(leave())
+    nothing_held()
+    assert calls[0] < 25
+
+
 @pytest.mark.parametrize("form", ["invoke", "stream", "batch", "ainvoke", "astream", "abatch"])
 def test_exception_in_the_model_reaches_the_consumer(
     chat: ChatLazyKV, monkeypatch: pytest.MonkeyPatch, form: str, nothing_held: Callable[[], None]
 ) -> None:
     """Also one that comes in the middle of an answer, after the first text."""
-    forward, calls = chat.engine._runner._forward, [0]
+    forward, calls = chat.engine._runner.forward, [0]
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -318,7 +344,7 @@ def test_exception_in_the_model_reaches_the_consumer(
         "abatch": lambda: asyncio.run(chat.abatch([PROMPT])),
     }
     with monkeypatch.context() as patch:
-        patch.setattr(chat.engine._runner, "_forward", fails)
+        patch.setattr(chat.engine._runner, "forward", fails)
         with pytest.raises(LazyRagError, match="third pass"):
             calls_of[form]()
     nothing_held()
