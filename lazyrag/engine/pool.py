@@ -8,12 +8,12 @@ contiguous run of slots is one matrix product on the CPU.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
 from lazyrag_kernels.attention import Pages
 
+from lazyrag.engine.eviction import EvictionPolicy
 from lazyrag.model.geometry import Geometry
 from lazyrag.types import NodeKey
 
@@ -94,8 +94,9 @@ class ResidentNode:
 class PagePool:
     """Pages and resident nodes. Not thread-safe: the worker owns it.
 
-    Idle nodes stay until their pages are needed; the least recently used goes first. A node in use
-    is never evicted.
+    Idle nodes stay until their pages are needed; `EvictionPolicy` decides which go. Bringing a node
+    back takes as long as it is large, so that the least often used goes first. A node in use is
+    never evicted.
     """
 
     def __init__(
@@ -117,7 +118,8 @@ class PagePool:
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self._allocator = PageAllocator(pages)
-        self._resident: OrderedDict[NodeKey, ResidentNode] = OrderedDict()
+        self._resident: dict[NodeKey, ResidentNode] = {}
+        self._idle: EvictionPolicy[NodeKey] = EvictionPolicy(max(1, pages))  # sizes in pages
 
     @property
     def capacity(self) -> int:
@@ -142,7 +144,8 @@ class PagePool:
         if count > self.free_pages + self.evictable_pages:
             return None
         while self.free_pages < count:
-            self._evict(next(key for key, node in self._resident.items() if not node.users))
+            for key in self._idle.evict(count - self.free_pages):
+                self._give_up(key)
         return self._allocator.allocate(count)
 
     def release(self, pages: Pages) -> None:
@@ -153,7 +156,8 @@ class PagePool:
         """A resident node, marked in use; None when it is not in the pool."""
         node = self._resident.get(key)
         if node is not None:
-            self._resident.move_to_end(key)
+            self._idle.remove(key)
+            self._idle.touch(key)
             node.users += 1
         return node
 
@@ -161,6 +165,7 @@ class PagePool:
         """Make a node resident and mark it in use; ``pages`` already hold its KV."""
         node = ResidentNode(pages, tokens, users=1)
         self._resident[key] = node
+        self._idle.touch(key)
         return node
 
     def leave(self, key: NodeKey) -> None:
@@ -169,17 +174,22 @@ class PagePool:
         if node.users < 1:
             raise ValueError(f"node {key} is not in use")
         node.users -= 1
+        if not node.users:
+            offer = self._idle.add(key, max(1, len(node.pages)), node.tokens)
+            for gone in offer.evicted if offer.admitted else (key,):
+                self._give_up(gone)
 
     def drop(self, key: NodeKey) -> None:
         """Give up a node's place; one in use stays, and is an idle node like any other later."""
         node = self._resident.get(key)
         if node is not None and not node.users:
-            self._evict(key)
+            self._idle.forget(key)
+            self._give_up(key)
 
     def __contains__(self, key: NodeKey) -> bool:
         return key in self._resident
 
-    def _evict(self, key: NodeKey) -> None:
+    def _give_up(self, key: NodeKey) -> None:
         self._allocator.release(self._resident.pop(key).pages)
 
     def slots(self, pages: Pages, first: int, count: int) -> torch.Tensor:

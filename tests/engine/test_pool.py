@@ -122,3 +122,25 @@ def test_users_are_counted(pool: PagePool):
 def test_slots_follow_the_pages(pool: PagePool):
     assert pool.slots((5, 2), 0, 6).tolist() == [20, 21, 22, 23, 8, 9]
     assert pool.slots((5, 2), 3, 2).tolist() == [23, 8]
+
+
+def test_nodes_used_once_do_not_displace_one_used_often(pool: PagePool):
+    """Of least recently used nodes the hot one would go first."""
+    hot = key(0)
+    pages = pool.allocate(16)
+    assert pages is not None
+    pool.admit(hot, pages, 16)
+    pool.leave(hot)
+    for _ in range(5):
+        assert pool.acquire(hot) is not None
+        pool.leave(hot)
+    for number in range(1, 10):
+        pages = pool.allocate(8)
+        assert pages is not None
+        pool.admit(key(number), pages, 8)
+        pool.leave(key(number))
+    assert hot in pool and key(9) in pool
+    assert key(1) not in pool and key(5) not in pool
+    assert pool.free_pages + pool.evictable_pages == 8
+    everything = pool.allocate(32)
+    assert everything is not None and hot not in pool
