@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
-from lazyrag_kernels.attention import Batch, RequestRows
+from lazyrag_kernels.attention import Batch, LiveSpan, NodeSpan, RequestRows
 from torch import Tensor
 
 from lazyrag.engine.pool import PagePool
@@ -38,8 +39,10 @@ def paged_attention(pool: PagePool, geometry: Geometry) -> PagedAttention:
     if pool.k.device.type != "cuda":
         return TorchAttention(pool, geometry)
     try:
-        return TritonAttention(pool, geometry)
-    except (ImportError, ValueError) as error:
+        attention = TritonAttention(pool, geometry)
+        attention.probe()
+        return attention
+    except Exception as error:  # no compiler, too little shared memory, ...: Triton fails variously
         logger.warning("attention runs in plain torch on this GPU: %s", error)
         return TorchAttention(pool, geometry)
 
@@ -74,8 +77,38 @@ class TritonAttention:
         self._launches = TritonStep(heads, pool.page_size, MAX_ROWS, pool.k.dtype, pool.k.device)
         self._planner = self._launches.planner()
 
+    def probe(self) -> None:
+        """Compile and run every launch once, over the first pages of the pool, which is empty.
+
+        Raises:
+            Exception: whatever this GPU, driver or machine cannot do.
+        """
+        pool = self._pool
+        longest = min(pool.capacity, self._launches.classes[-1].rows)
+        for length in sorted({1, longest}):
+            pages = tuple(range(pool.pages_for(length)))
+            live = LiveSpan(pages, torch.arange(length), 0)
+            rows = RequestRows(live, (NodeSpan(pages[:1], 1, 0),))
+            self.step([(rows, pool.slots(pages, 0, length))])
+            heads = self._launches.heads
+            q, k = (
+                torch.zeros(1, count, length, heads.dim, dtype=pool.k.dtype, device=pool.k.device)
+                for count in (heads.q_heads, heads.kv_heads)
+            )
+            for layer in range(len(self._layers)):
+                self.attend(layer, q, k, k).sum().item()
+
     def step(self, rows: Sequence[tuple[RequestRows, Tensor]]) -> AttentionStep:
         """See `PagedAttention`."""
+        with self._on_device():
+            return self._load(rows)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Triton launches on the current GPU, whatever its arguments are on."""
+        device = self._pool.k.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+    def _load(self, rows: Sequence[tuple[RequestRows, Tensor]]) -> AttentionStep:
         batch = Batch(tuple(request for request, _ in rows), self._pool.page_size)
         for window in {layer.window for layer in self._layers}:
             self._launches.load(self._planner.plan(batch, window))
@@ -90,17 +123,18 @@ class TritonAttention:
         from lazyrag_kernels.kv_write.triton import write_step
 
         spec, pool = self._layers[layer], self._pool
-        turned = write_step(
-            pool.k[layer],
-            pool.v[layer],
-            k[0].transpose(0, 1),
-            v[0].transpose(0, 1),
-            self._slots,
-            self._positions,
-            spec.rotary,
-            self._launches.angles(spec.rotary),
-            pool.page_size,
-            q=q[0].transpose(0, 1),
-        )
-        assert turned is not None
-        return self._launches.attend(turned, pool.k[layer], pool.v[layer], spec)[None]
+        with self._on_device():
+            turned = write_step(
+                pool.k[layer],
+                pool.v[layer],
+                k[0].transpose(0, 1),
+                v[0].transpose(0, 1),
+                self._slots,
+                self._positions,
+                spec.rotary,
+                self._launches.angles(spec.rotary),
+                pool.page_size,
+                q=q[0].transpose(0, 1),
+            )
+            assert turned is not None
+            return self._launches.attend(turned, pool.k[layer], pool.v[layer], spec)[None]

@@ -102,6 +102,7 @@ def _lazy_logits(model: LoadedModel, prompts: list[PlacedPrompt], sink: tuple[in
         dtype=model.dtype,
         device=model.device,
     )
+    attention = paged_attention(pool, model.geometry)
     pool.k.fill_(float("nan"))
     pool.v.fill_(float("nan"))
     rows = []
@@ -120,6 +121,6 @@ def _lazy_logits(model: LoadedModel, prompts: list[PlacedPrompt], sink: tuple[in
         rows.append(sequence.rows(prompt.live_positions))
     ids = torch.tensor([[id for prompt in prompts for id in prompt.live_ids]])
     with torch.inference_mode():
-        step = paged_attention(pool, model.geometry).step(rows)
+        step = attention.step(rows)
         hidden = seam.hidden_states(model.model, ids.to(model.device), step)
         return seam.logits(model.model, hidden[0]).cpu()

@@ -25,7 +25,7 @@ RAW_NODES = 64
 """Nodes whose raw KV the oracle keeps in memory between requests."""
 
 SCORE_TOKENS = 2048
-"""Prompt tokens of one pass when an answer is scored."""
+"""Tokens of one pass when an answer is scored."""
 
 RunningSequence = PagedSequence | MaterializedSequence
 Rows = tuple[RunningSequence, Sequence[int], Sequence[int]]
@@ -172,16 +172,17 @@ class Runner:
             prompt, step = request.prompt, SCORE_TOKENS
             for first in range(0, len(prompt.live_ids), step):
                 chunk = slice(first, first + step)
-                ids, positions = prompt.live_ids[chunk], prompt.live_positions[chunk]
-                rows: Rows = (started.sequence, ids, positions)
+                ids: Sequence[int] = prompt.live_ids[chunk]
+                rows: Rows = (started.sequence, ids, prompt.live_positions[chunk])
                 (logits,) = self.forward([rows])
-            scores = logits[None]
-            if len(answer) > 1:
-                start = prompt.next_position
-                count = len(answer) - 1
-                rows = (started.sequence, answer[:-1], range(start, start + count))
-                (rest,) = self.forward([rows], count)
-                scores = torch.cat((scores, rest.reshape(count, -1)))
+            parts = [logits[None]]
+            for first in range(0, len(answer) - 1, step):
+                ids = answer[first : min(first + step, len(answer) - 1)]
+                start = prompt.next_position + first
+                rows = (started.sequence, ids, range(start, start + len(ids)))
+                (rest,) = self.forward([rows], len(ids))
+                parts.append(rest.reshape(len(ids), -1))
+            scores = torch.cat(parts)
             chosen = torch.tensor(answer, device=scores.device)[:, None]
             result: list[float] = scores.log_softmax(dim=-1).gather(1, chosen)[:, 0].tolist()
             return result

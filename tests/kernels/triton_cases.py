@@ -495,6 +495,44 @@ def test_an_advanced_plan_is_the_plan_of_the_next_step():
     assert advanced == [True] * plan.steps + [False]
 
 
+def test_a_full_block_ends_what_a_plan_can_advance():
+    """One request's last block is full, another's is not."""
+    world = World(Shape(8, 2, page=32), [([40], [3, 29], 1), ([40], [2, 3], 1)])
+    plan = world.plan(world.batch, world.layer(), SMALL)
+    assert plan.steps == 0
+
+
+def test_one_tile_class_joins_and_walks():
+    world = World(Shape(8, 2, page=32), decode(4, 2, 130))
+    ours = world.kernel(world.batch, world.layer(), (TileClass(64, 32, 2),))
+    assert world.last_plan.joined
+    assert_close("one class", world.reference(world.batch, world.layer()), ours.double(), 2e-6)
+
+
+def test_a_node_placed_outside_the_angle_table_is_refused():
+    """Its rows are near, but a query turns back by the node's own offset."""
+    world = World(Shape(), [([20], [3, 2], 1)])
+    (request,) = world.batch.requests
+    (node,) = request.nodes
+    far = replace(request, nodes=(replace(node, offset=world.limit + 5),))
+    with pytest.raises(PlanError, match="angle table"):
+        world.plan(Batch((far,), 16), world.layer(), SMALL)
+
+
+def test_a_plan_larger_than_the_table_gets_a_larger_one():
+    world = World(Shape(8, 2, page=32), decode(4, 2, 130))
+    layer, step = world.layer(), world.step(SMALL)
+    step._table_ints = 64
+    step.load(world.plan(world.batch, layer, SMALL))
+    ours = step.attend(world.turned(world.batch), world.k_pool, world.v_pool, layer)
+    reference = world.reference(world.batch, layer)
+    assert_close("grown", reference, ours[: world.batch.rows].double(), 2e-6)
+    step._captured[None] = step._loaded[None].plan
+    step._table_ints = 64
+    with pytest.raises(ValueError, match="cannot move"):
+        step.load(world.plan(world.batch, layer, SMALL))
+
+
 @pytest.mark.parametrize("window", [None, 9])
 def test_a_step_without_requests_writes_zeros(window):
     world = World(Shape(), [([], [3])])

@@ -240,7 +240,7 @@ def _growing(
     ends = np.flatnonzero(np.append(blocks[1:, 3] != blocks[:-1, 3], True))
     block = ends[last]
     least = min(page_size, *(c.block for c in classes))
-    steps = int((least - (blocks[block, 1] & 255) % least).min()) % least
+    steps = int((-(blocks[block, 1] & 255) % least).min())
     run_at = runs_at + RUN_FIELDS * last
     places = (
         tokens_at + np.arange(requests),

@@ -194,7 +194,7 @@ class Planner:
         return gathered
 
     def _check_distances(self, gathered: Gathered) -> None:
-        """Every n - S_d lies inside the angle table."""
+        """Every n, S_d and n - S_d lies inside the angle table."""
         if not gathered.positions.size:
             return
         low = np.minimum.reduceat(gathered.positions, gathered.first_token)
@@ -203,13 +203,14 @@ class Planner:
         far = max(
             int(high.max()),
             int(-low.min()),
+            int(np.abs(base).max(initial=0)),
             int((high[gathered.node_request] - base).max(initial=0)),
             int((base - low[gathered.node_request]).max(initial=0)),
         )
         if far >= self.limit:
             raise PlanError(
-                f"a query lies {far} positions from the start of a segment, the angle table ends "
-                f"at {self.limit}; build it with a higher limit"
+                f"a query or the start of a segment lies {far} positions from 0 or from the other, "
+                f"the angle table ends at {self.limit}; build it with a higher limit"
             )
 
     def _units(self, gathered: Gathered, window: int | None, join: bool) -> Units:

@@ -72,7 +72,7 @@ class TritonStep:
         device: a GPU, or the CPU under Triton's interpreter.
         classes: tile classes, `tile_classes` by default.
         workspace_bytes: for partial results.
-        table_ints: room for each plan, one a window.
+        table_ints: room for each plan, one a window; it grows until a launch was captured.
         limit: angle tables reach to this distance.
         temperature, lse_scale: whether plans may carry them.
 
@@ -115,6 +115,7 @@ class TritonStep:
         self._table_ints = table_ints
         self._workspace_bytes = workspace_bytes
         self._loaded: dict[int | None, _Loaded] = {}
+        self._captured: dict[int | None, Plan] = {}  # what the captured launches were made with
         self._angles: dict[Rotary, AngleTable] = {}
         slots = workspace_bytes // heads.partial_bytes
         self._partial = torch.empty(slots, heads.q_heads, heads.dim, device=device)
@@ -136,16 +137,24 @@ class TritonStep:
         """Bring a plan to the device, in place of the last one for the same window.
 
         Raises:
-            ValueError: it was made for another step, or is larger than the room for it.
+            ValueError: it was made for another step, or does not go with captured launches.
         """
         if plan.classes != self.classes or plan.page_size != self.page_size:
             raise ValueError("a plan for other tile classes or pages; make it with `planner`")
         if plan.rows > self.rows:
             raise ValueError(f"a plan of {plan.rows} rows, launches of at most {self.rows}")
-        if plan.table.size > self._table_ints:
-            raise ValueError(
-                f"a plan of {plan.table.size} numbers exceeds table_ints={self._table_ints}"
-            )
+        captured = self._captured.get(plan.window)
+        if captured is not None:
+            if (plan.rows, plan.positions) != (captured.rows, captured.positions):
+                raise ValueError(
+                    f"launches were captured with a plan of {captured.rows} rows, positions="
+                    f"{captured.positions}; this one has {plan.rows} and {plan.positions}"
+                )
+            if plan.table.size > self._table_ints:
+                raise ValueError(
+                    f"a plan of {plan.table.size} numbers exceeds table_ints={self._table_ints}, "
+                    "and the table of captured launches cannot move"
+                )
         if plan.partials > self._partial.shape[0]:
             raise ValueError(
                 f"{plan.partials} partial results exceed the workspace of {self._partial.shape[0]}"
@@ -153,10 +162,11 @@ class TritonStep:
         for name in ("temperature", "lse_scale"):
             if getattr(plan, name) and not getattr(self, name):
                 raise ValueError(f"a plan with {name} needs TritonStep({name}=True)")
+        self._table_ints = max(self._table_ints, triton.next_power_of_2(plan.table.size))
         loaded = self._loaded.get(plan.window)
         table = (
             torch.empty(self._table_ints, dtype=torch.int32, device=self.device)
-            if loaded is None
+            if loaded is None or loaded.table.numel() < plan.table.size
             else loaded.table
         )
         table[: plan.table.size].copy_(torch.from_numpy(plan.table))
@@ -241,8 +251,11 @@ class TritonStep:
         sinks = nothing if layer.sinks is None else layer.sinks
         slopes = nothing if layer.alibi is None else layer.alibi
         capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing:
+            self._captured[layer.window] = loaded.plan
         first_worker = 0
-        for spec, items in zip(self.classes, loaded.plan.items, strict=True):
+        joinable = max(1, len(self.classes) - 1)  # classes that joined items may be of
+        for number, (spec, items) in enumerate(zip(self.classes, loaded.plan.items, strict=True)):
             if items or capturing:
                 attention_kernel[(spec.workers * heads.kv_heads,)](
                     q,
@@ -260,7 +273,7 @@ class TritonStep:
                     first_worker=first_worker,
                     M=spec.rows,
                     BLOCK=spec.block,
-                    JOINED=spec is not self.classes[-1],
+                    JOINED=number < joinable,
                     OVERLAP=self._overlap,
                     STAGES=spec.stages,
                     num_warps=spec.warps,
