@@ -73,7 +73,6 @@ class EngineFields(BaseModel):
     strict: bool = Field(
         default=False, description="Raise when a known node would have to be computed again."
     )
-
     timeout: float | None = Field(
         default=None, description="Seconds a call may take; then it is stopped with an error."
     )
