@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lazyrag.engine.attention import paged_attention
+from lazyrag.engine.forward import Launched, NextTokens, packed_forward, run
 from lazyrag.engine.materialized import MaterializedSequence
 from lazyrag.engine.nodes import NodeLoader, NodePlacer
 from lazyrag.engine.pool import PagePool
@@ -16,7 +17,6 @@ from lazyrag.engine.report import Origin, Tier
 from lazyrag.engine.request import Request
 from lazyrag.engine.sequence import PagedSequence, SeenNode
 from lazyrag.errors import RequestError
-from lazyrag.model import seam
 from lazyrag.model.load import LoadedModel
 from lazyrag.store import StoredKV
 from lazyrag.types import NodeKey, Quality
@@ -52,6 +52,7 @@ class Runner:
         self._placer = placer
         self._loader = loader
         self._paged = paged_attention(pool, model.geometry)
+        self._packed = packed_forward(model, self._paged)
         self._raw: dict[NodeKey, StoredKV] = {}
 
     def check_fits(self, request: Request) -> None:
@@ -140,24 +141,24 @@ class Runner:
         Returns:
             Of each request [vocab], or [last, vocab] with ``last`` above 1.
         """
-        ids = [id for _, tokens, _ in batch for id in tokens]
-        tokens = torch.tensor([ids], dtype=torch.int64, device=self.model.device)
-        hidden = seam.hidden_states(self.model.model, tokens, self._attention(batch))[0]
-        ends = torch.tensor([len(tokens) for _, tokens, _ in batch]).cumsum(0)
-        wanted = (ends[:, None] + torch.arange(-last, 0)).flatten().to(hidden.device)
-        logits = seam.logits(self.model.model, hidden[wanted]).unflatten(0, (len(batch), last))
+        first, ids, positions = batch[0]
+        if isinstance(first, MaterializedSequence):
+            wanted = range(len(ids) - last, len(ids))
+            logits = run(self.model, ids, first.step(positions), wanted)
+        else:
+            logits = self.launch(batch, last).logits.clone()
+        logits = logits.unflatten(0, (len(batch), last))
         return list(logits[:, 0] if last == 1 else logits)
 
-    def _attention(self, batch: Sequence[Rows]) -> seam.AttentionStep:
-        first, _, positions = batch[0]
-        if isinstance(first, MaterializedSequence):
-            return first.step(positions)
-        rows = [
-            sequence.rows(positions)
-            for sequence, _, positions in batch
-            if isinstance(sequence, PagedSequence)
-        ]
-        return self._paged.step(rows)
+    def launch(self, batch: Sequence[Rows], last: int = 1) -> Launched:
+        """As `forward` for requests over the pool, without waiting for the device."""
+        return self._packed.launch(
+            [
+                NextTokens(sequence, ids, positions, last)
+                for sequence, ids, positions in batch
+                if isinstance(sequence, PagedSequence)
+            ]
+        )
 
     def score(self, request: Request, answer: Sequence[int]) -> list[float] | None:
         """Log-probability of each id of ``answer``, given the prompt and the ids before it.

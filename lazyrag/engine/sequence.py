@@ -40,11 +40,11 @@ class PagedSequence:
         self._last_first_row = max((node.first_row for node in nodes), default=0)
         self.live_pages = live_pages
         self._positions = torch.empty(live_capacity, dtype=torch.int64)
-        self._slots = pool.slots(live_pages, 0, live_capacity)
+        self._slots = _host_slots(live_pages, live_capacity, pool.page_size)
         self._length = 0
 
     def rows(self, positions: Sequence[int]) -> tuple[RequestRows, Tensor]:
-        """The next ``len(positions)`` live tokens as query rows, and their slots."""
+        """The next ``len(positions)`` live tokens as query rows, and their slots (on the host)."""
         first, self._length = self._length, self._length + len(positions)
         self._positions[first : self._length] = torch.as_tensor(positions)
         live = LiveSpan(self.live_pages, self._positions[: self._length], first)
@@ -55,6 +55,17 @@ class PagedSequence:
                 for node in self._nodes
             )
         return RequestRows(live, nodes), self._slots[first : self._length]
+
+    def extend(self, position: int) -> None:
+        """Count one more live token, in a pass that needs no new plan."""
+        self._positions[self._length] = position
+        self._length += 1
+
+
+def _host_slots(pages: Pages, count: int, page_size: int) -> Tensor:
+    index = torch.arange(count)
+    table = torch.tensor(pages, dtype=torch.int64)
+    return table[index // page_size] * page_size + index % page_size
 
 
 class PagedStep:
@@ -71,7 +82,7 @@ class PagedStep:
         batch = Batch(tuple(request for request, _ in rows), pool.page_size)
         self._pool = pool
         self._layers = geometry.layers
-        self._slots = torch.cat([slots for _, slots in rows])
+        self._slots = torch.cat([slots for _, slots in rows]).to(pool.k.device)
         self._positions = torch.cat([request.positions for request in batch.requests])
         self._attention = CpuStep(batch, geometry.q_heads, geometry.head_dim)
         self._tables: dict[Rotary, tuple[Tensor, Tensor]] = {}
