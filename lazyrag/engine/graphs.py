@@ -119,6 +119,7 @@ class GraphForward:
         """
         with self._on_device():
             self._graphs.clear()
+            self._memory = torch.cuda.graph_pool_handle()  # the other ends with its last graph
             self._decoder.compile()
             try:
                 self._capture_ahead(BUCKETS[:2])

@@ -187,7 +187,7 @@ class TritonStep:
             return False
         for loaded in self._loaded.values():
             places, change = loaded.growing
-            loaded.table.index_add_(0, places, change)
+            loaded.table[: loaded.plan.table.size].index_add_(0, places, change)
             loaded.steps -= 1
         return True
 
