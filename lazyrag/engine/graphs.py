@@ -75,9 +75,9 @@ class GraphForward:
     """
 
     def __init__(self, model: LoadedModel, attention: TritonAttention) -> None:
-        self._model, self._attention = model, attention
+        self._model, self._attention, self._device = model, attention, model.device
         self._decoder = FusedDecoder(model.model)
-        most, device = BUCKETS[-1], model.device
+        most, device = BUCKETS[-1], self._device
         self._inputs = torch.zeros(5 * most, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(1, most, dtype=torch.int64, device=device)
         width = model.model.config.hidden_size
@@ -141,7 +141,7 @@ class GraphForward:
         count = 5
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self._model.model.config.vocab_size, (1, count), generator=generator)
-        ids = ids.to(self._model.device)
+        ids = ids.to(self._device)
         rows = [(RequestRows(LiveSpan((0,), torch.arange(count), 0)), torch.arange(count))]
         with self._on_device():
             step = self._attention.step(rows)
@@ -205,7 +205,7 @@ class GraphForward:
 
     def _run_long(self, batch: Sequence[NextTokens], rows: int, wanted: int) -> Tensor:
         packed = [one.sequence.rows(one.positions) for one in batch]
-        inputs = torch.empty(5, rows, dtype=torch.int32, device=self._model.device)
+        inputs = torch.empty(5, rows, dtype=torch.int32, device=self._device)
         send((_pack(batch, self._before, [slots for _, slots in packed], rows),), inputs.view(-1))
         self._take_likeliest(batch, inputs)
         plans = self._attention.plan([request for request, _ in packed])
@@ -264,7 +264,7 @@ class GraphForward:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        with torch.cuda.device(self._model.device), torch.inference_mode():
+        with torch.cuda.device(self._device), torch.inference_mode():
             yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from lazyrag_kernels.attention import Batch, CpuStep, LiveSpan, NodeSpan, Pages, RequestRows
 from lazyrag_kernels.kv_write import write_kv
@@ -40,13 +41,14 @@ class PagedSequence:
         self._last_first_row = max((node.first_row for node in nodes), default=0)
         self.live_pages = live_pages
         self._positions = torch.empty(live_capacity, dtype=torch.int64)
+        self._where = self._positions.numpy()  # the same memory
         self._slots = _host_slots(live_pages, live_capacity, pool.page_size)
         self._length = 0
 
     def rows(self, positions: Sequence[int]) -> tuple[RequestRows, Tensor]:
         """The next ``len(positions)`` live tokens as query rows, and their slots (on the host)."""
         first, self._length = self._length, self._length + len(positions)
-        self._positions[first : self._length] = torch.as_tensor(positions)
+        self._where[first : self._length] = positions
         live = LiveSpan(self.live_pages, self._positions[: self._length], first)
         nodes = self._seen  # the same tuple for every row behind the last node
         if first < self._last_first_row:
@@ -58,14 +60,14 @@ class PagedSequence:
 
     def extend(self, position: int) -> None:
         """Count one more live token, in a pass that needs no new plan."""
-        self._positions[self._length] = position
+        self._where[self._length] = position
         self._length += 1
 
 
 def _host_slots(pages: Pages, count: int, page_size: int) -> Tensor:
-    index = torch.arange(count)
-    table = torch.tensor(pages, dtype=torch.int64)
-    return table[index // page_size] * page_size + index % page_size
+    inside = np.arange(page_size)
+    slots = (np.array(pages, np.int64).reshape(-1, 1) * page_size + inside).reshape(-1)
+    return torch.from_numpy(slots[:count])
 
 
 class PagedStep:

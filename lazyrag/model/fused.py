@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,10 +49,14 @@ class FusedDecoder:
             # A number would be compiled into the code, once a layer; this one is an input.
             layer.self_attn.layer_idx = torch.tensor(index)
 
-    def compile(self) -> None:
-        """Have layers compiled at their next call; once for one token, once for any other count."""
+    def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Have layers compiled at their next call; once for one token, once for any other count.
+
+        Args:
+            backend: of `torch.compile`.
+        """
         for module in (*self._decoder.layers, self._decoder.norm):
-            module.compile(fullgraph=True, dynamic=True)
+            module.compile(fullgraph=True, dynamic=True, backend=backend)
 
     def undo_compile(self) -> None:
         """Run as transformers does again: the compiler has failed."""
