@@ -219,11 +219,12 @@ class Planner:
         if not joined.any():
             return walking
         shared = self._joined_units(gathered, joined)
+        least = int(shared.tile_class.max())  # few rows go along with many: one launch less
         return Units(
             *(
                 np.concatenate((ours, theirs))
                 for ours, theirs in (
-                    (shared.tile_class, walking.tile_class),
+                    (shared.tile_class.clip(least), walking.tile_class.clip(least)),
                     (shared.walking, walking.walking),
                     (shared.scaled, walking.scaled),
                     (shared.entries, walking.entries),

@@ -43,8 +43,9 @@ def tile_classes(heads: Heads, dtype: torch.dtype, processors: int) -> tuple[Til
             TileClass(128, 32, workers(1), warps=8, stages=2, whole=8),
         )
     return (
+        TileClass(16, 64, workers(2), warps=4, stages=3),
         TileClass(64, 64, workers(2), warps=4, stages=3),
-        TileClass(128, 64, workers(1), warps=8, stages=3, whole=8),
+        TileClass(128, 64, workers(1), warps=8, stages=3, whole=8, overhead=4),
     )
 
 
