@@ -57,6 +57,10 @@ class Forward(Protocol):
         """Start one pass; a request stands in it once."""
         ...
 
+    def warm_up(self) -> None:
+        """Do what makes later passes faster, where there is something; may take a minute."""
+        ...
+
 
 @dataclass(slots=True)
 class EagerLaunched:
@@ -90,6 +94,9 @@ class EagerForward:
         launched = EagerLaunched(run(self._model, ids, step, wanted_rows(batch)))
         self._before, self._launched = last_rows(batch), launched
         return launched
+
+    def warm_up(self) -> None:
+        """See `Forward`: nothing to do."""
 
     def _ids(self, one: NextTokens) -> Sequence[int]:
         if one.ids is not None:

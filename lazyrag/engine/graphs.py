@@ -16,6 +16,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ class GraphForward:
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._seen: dict[Hashable, int] = {}
         self._captures = True
-        self._memory = torch.cuda.graph_pool_handle()
+        self._memory = _new_memory()
         # Of the pass before:
         self._choice = self._head_choice
         self._before: dict[PagedSequence, int] = {}  # rows of the choice
@@ -105,21 +106,21 @@ class GraphForward:
                 bucket = bucket_of(rows)
                 if not self._advance(batch, bucket):
                     self._load(batch, bucket)
-                self._perform(self._key, lambda: self._run_decoder(bucket))
+                self._perform(self._key, partial(self._run_decoder, bucket))
                 most = bucket_of(wanted)
-                logits = self._perform(most, lambda: self._run_head(most))[:wanted]
+                logits = self._perform(most, partial(self._run_head, most))[:wanted]
                 self._choice = self._head_choice
             self._before = last_rows(batch)
             return GraphLaunched(logits, self._choice[:, :wanted])
 
     def warm_up(self) -> None:
-        """Compile the layers and capture the usual passes: some tens of seconds.
+        """Compile the layers and capture the usual passes: 15 s, 5 where it was done before.
 
         Without it passes run as transformers' code does and are captured as they come.
         """
         with self._on_device():
             self._graphs.clear()
-            self._memory = torch.cuda.graph_pool_handle()  # the other ends with its last graph
+            self._memory = _new_memory()  # the other ends with its last graph
             self._decoder.compile()
             try:
                 self._capture_ahead(BUCKETS[:2])
@@ -255,8 +256,8 @@ class GraphForward:
             for requests in _usual_requests(bucket, self._attention.page_size):
                 self._place(requests, bucket)
                 for key, work in (
-                    (self._key, lambda bucket=bucket: self._run_decoder(bucket)),
-                    (bucket, lambda bucket=bucket: self._run_head(bucket)),
+                    (self._key, partial(self._run_decoder, bucket)),
+                    (bucket, partial(self._run_head, bucket)),
                 ):
                     if key not in self._graphs:
                         work()
@@ -266,6 +267,12 @@ class GraphForward:
     def _on_device(self) -> Iterator[None]:
         with torch.cuda.device(self._device), torch.inference_mode():
             yield
+
+
+def _new_memory() -> Any:
+    """A pool of memory that graphs share: they never run at the same time."""
+    make: Any = torch.cuda.graph_pool_handle
+    return make()
 
 
 def bucket_of(rows: int) -> int:

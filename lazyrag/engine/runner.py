@@ -160,6 +160,10 @@ class Runner:
             ]
         )
 
+    def warm_up(self) -> None:
+        """Do what makes later passes faster, where there is something; may take a minute."""
+        self._packed.warm_up()
+
     def score(self, request: Request, answer: Sequence[int]) -> list[float] | None:
         """Log-probability of each id of ``answer``, given the prompt and the ids before it.
 
