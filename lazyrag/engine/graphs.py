@@ -39,6 +39,9 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 CAPTURED_AT = 2
 """How often a kind of pass must have come to be captured, which takes as long as some passes."""
 
+CHOICE_PARTS = 64
+"""Parts of the vocabulary in which the likeliest id is looked for."""
+
 WARM_TOKENS = 4096
 """Keys that every request sees in the passes that are captured ahead."""
 
@@ -93,6 +96,7 @@ class GraphForward:
         self._before: dict[PagedSequence, int] = {}  # rows of the choice
         self._steady: list[tuple[PagedSequence, int]] = []  # requests that decode, and positions
         self._key: Hashable = None
+        self._loaded = 0  # number of the plans in the attention
 
     def launch(self, batch: Sequence[NextTokens]) -> GraphLaunched:
         """See `lazyrag.engine.forward.Forward`."""
@@ -158,7 +162,7 @@ class GraphForward:
         """Bring inputs and plans of the pass before to the next token of the same requests."""
         if [(one.sequence, *one.positions) for one in batch] != [
             (sequence, position + 1) for sequence, position in self._steady
-        ] or not self._attention.advance():
+        ] or not self._attention.advance(self._loaded):
             return False
         self._steady = [(one.sequence, one.positions[0]) for one in batch]
         inputs, count = self._inputs[: 5 * bucket].view(5, bucket), len(batch)
@@ -185,7 +189,7 @@ class GraphForward:
     def _place(self, requests: Sequence[RequestRows], bucket: int) -> None:
         plans = self._attention.plan(requests, bucket)
         inputs = self._inputs[: 5 * bucket].view(5, bucket)
-        self._attention.load(plans, inputs[2], inputs[3], fixed=True)
+        self._loaded = self._attention.load(plans, inputs[2], inputs[3], fixed=True)
         self._key = (bucket, *(plan.launches for plan in plans))
 
     def _take_likeliest(self, batch: Sequence[NextTokens], inputs: Tensor) -> None:
@@ -281,8 +285,13 @@ def bucket_of(rows: int) -> int:
 
 
 def _choose(logits: Tensor) -> Tensor:
-    """int32 [2, rows]: the likeliest ids, and the bits of their logits."""
-    top, ids = logits.max(dim=-1)
+    """int32 [2, rows]: the likeliest ids, of equals the lowest, and the bits of their logits."""
+    rows, vocab = logits.shape
+    parts = CHOICE_PARTS if vocab % CHOICE_PARTS == 0 else 1  # one row alone is one program's work
+    tops, inside = logits.view(rows, parts, -1).max(dim=-1)
+    top, part = tops.max(dim=-1, keepdim=True)
+    ids = (part * (vocab // parts) + inside.gather(1, part))[:, 0]
+    top = top[:, 0].contiguous()
     return torch.stack((ids.int(), top.view(torch.int32)))
 
 

@@ -25,6 +25,7 @@ from lazyrag_kernels.attention.plan import Heads, Plan, PlanError, Planner, Tile
 from lazyrag_kernels.attention.step import TritonStep
 from lazyrag_kernels.kv_write import write_kv
 from lazyrag_kernels.kv_write.triton import write_step
+from lazyrag_kernels.linear import triton as narrow
 from lazyrag_kernels.rope import AngleTable, Rotary, cos_sin, rotate
 from torch import Tensor
 
@@ -399,6 +400,25 @@ def test_two_level_angles_are_exact_at_large_positions(position):
     write_step(pool, pool.clone(), k, k, torch.zeros_like(where), where, rotary, angles, 16)
     exact = rotate(k.double(), *(x[:, None] for x in _exact_angles(rotary, where)))
     assert_close("key", exact[0, 0], pool[0, 0].double(), 3e-7)
+
+
+@pytest.mark.parametrize("tokens, dtype", [(1, torch.bfloat16), (3, torch.float16),
+                                           (16, torch.bfloat16), (17, torch.float16),
+                                           (64, torch.bfloat16)])  # fmt: skip
+@pytest.mark.parametrize("outputs, inputs", [(64, 256), (192, 768)])
+def test_linear_of_few_tokens(tokens, dtype, outputs, inputs):
+    """Twice over one counter, which must be zero again; every output is written."""
+    generator = torch.Generator(DEVICE).manual_seed(4)
+    arrived = torch.zeros(outputs // narrow.OUTPUTS, dtype=torch.int32, device=DEVICE)
+    weight = torch.randn(outputs, inputs, device=DEVICE, generator=generator).to(dtype)
+    assert narrow.fits(weight)
+    for _ in range(2):
+        x = torch.randn(tokens, inputs, device=DEVICE, generator=generator).to(dtype)
+        ours = narrow.linear(x, weight, arrived)
+        again = narrow.linear(x, weight, arrived)
+        assert_close("linear", x.double() @ weight.double().T, ours.double(), TOLERANCE[dtype])
+        assert torch.equal(ours, again)
+        assert not arrived.any()
 
 
 REFUSED = {
