@@ -408,6 +408,8 @@ def test_two_level_angles_are_exact_at_large_positions(position):
 @pytest.mark.parametrize("outputs, inputs", [(64, 256), (192, 768)])
 def test_linear_of_few_tokens(tokens, dtype, outputs, inputs):
     """Twice over one counter, which must be zero again; every output is written."""
+    if dtype == torch.bfloat16 and not NATIVE:
+        pytest.skip("the interpreter cannot multiply bfloat16")
     generator = torch.Generator(DEVICE).manual_seed(4)
     arrived = torch.zeros(outputs // narrow.OUTPUTS, dtype=torch.int32, device=DEVICE)
     weight = torch.randn(outputs, inputs, device=DEVICE, generator=generator).to(dtype)
