@@ -131,6 +131,10 @@ class TritonAttention:
             self._planner.plan(batch, window, padded_rows=padded_rows) for window in self._windows
         ]
 
+    def fits(self, plans: Sequence[Plan]) -> bool:
+        """Whether captured passes can read plans of this size."""
+        return all(self._launches.fits(plan) for plan in plans)
+
     def load(
         self, plans: Sequence[Plan], slots: Tensor, positions: Tensor, *, fixed: bool = False
     ) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lazyrag_kernels.attention.step import TritonStep
 
 from lazyrag import Engine, Live, Node
 from lazyrag.bench.modes import (
@@ -218,6 +219,15 @@ def test_without_captures_and_compiler_the_answers_are_the_same(
     other.forward.warm_up()
     assert answer(other, Lazy(other), ORDERS, 12) == expected
     assert not other.forward._graphs  # type: ignore[attr-defined]
+
+
+def test_plans_too_large_for_captured_passes_run_as_they_are(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answer(bed, Lazy(bed), ORDERS, 12)
+    monkeypatch.setattr(TritonStep, "fits", lambda self, plan: plan.rows < 4)
+    assert answer(bed, Lazy(bed), ORDERS, 12) == expected
+    assert answer(bed, Lazy(bed), ORDERS[:3], 12) == expected[:3]
 
 
 @pytest.fixture(scope="module")
