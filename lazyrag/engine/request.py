@@ -101,16 +101,18 @@ class Request:
         ids = [id for node in self.prompt.nodes for id in node.run.ids[: node.run.used]]
         return ids + list(self.prompt.live_ids)
 
-    def report(self, origins: Mapping[NodeKey, Origin]) -> ReuseReport:
+    def report(self, origins: Mapping[NodeKey, Origin], live_reused: int = 0) -> ReuseReport:
         """The report as far as it is known before decoding.
 
         Args:
             origins: of every reused node; empty with ``quality="full"``.
+            live_reused: leading live tokens that were computed before.
         """
         report = ReuseReport(quality=self.options.quality, recognise_s=self.recognise_s)
         report.warnings = list(self.warnings)
         report.prompt_tokens = self.prompt.tokens
-        report.tokens_computed = len(self.prompt.live_ids)
+        report.live_tokens_reused = live_reused
+        report.tokens_computed = len(self.prompt.live_ids) - live_reused
         bytes_read: Counter[Tier] = Counter()
         counted: set[NodeKey] = set()
         for run, offset in self.known:
