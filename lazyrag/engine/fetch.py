@@ -137,6 +137,18 @@ class Fetcher:
             begun.outcome.cancel()
         self._host.forget(key)
 
+    def rest(self) -> None:
+        """Nobody waits any more: drop what was read ahead and not fetched."""
+        with self._lock:
+            for fetch in self._ahead.values():
+                fetch.outcome.cancel()
+            self._ahead.clear()
+            self._ahead_bytes = 0
+
+    def settled(self, key: NodeKey) -> None:
+        """The node is on the device: nobody needs it read ahead."""
+        self._drop(key)
+
     def _drop(self, key: NodeKey) -> Fetch | None:
         """Take a node out of what is read ahead."""
         with self._lock:
@@ -186,7 +198,11 @@ class Fetcher:
         if self._given is not None:
             return self._given
         with self._lock:
-            if self._own is None or self._own[0] != os.getpid():  # a fork leaves threads behind
+            if self._own is None or self._own[0] != os.getpid():
+                if self._own is not None:  # a fork leaves threads behind, and what they were at
+                    self._ahead.clear()
+                    self._writing.clear()
+                    self._ahead_bytes = self._reading_bytes = 0
                 pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="lazyrag-io")
                 self._own = (os.getpid(), pool)
             return self._own[1]

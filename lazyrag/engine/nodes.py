@@ -368,6 +368,7 @@ class NodePlacer:
         else:
             arrival.origin = Origin(fetch.tier, fetch.nbytes)
         del self._arriving[run.key]
+        self._fetcher.settled(run.key)
 
     def _fail(self, arrival: Arrival, error: Exception) -> None:
         """Nobody can have this node now; those who wait for it learn why, and it is forgotten."""

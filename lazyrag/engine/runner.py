@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lazyrag.engine.attention import paged_attention
 from lazyrag.engine.fetch import Fetcher
-from lazyrag.engine.live import LiveNames, reusable_names
+from lazyrag.engine.live import LiveKey, LiveNames, reusable_names
 from lazyrag.engine.materialized import MaterializedSequence
 from lazyrag.engine.nodes import NodeComputer, NodePlacer, Placed, reason_of
 from lazyrag.engine.pool import PagePool
@@ -21,7 +21,7 @@ from lazyrag.engine.sequence import PagedSequence, SeenNode
 from lazyrag.errors import RequestError
 from lazyrag.model import seam
 from lazyrag.model.load import LoadedModel
-from lazyrag.prompt.segments import NodeRun
+from lazyrag.prompt.segments import NodeRun, PlacedPrompt
 from lazyrag.store import StoredKV
 from lazyrag.types import NodeKey, Quality
 
@@ -117,6 +117,7 @@ class Runner:
         self._reuse_live = reuse_live
         self._paged = paged_attention(pool, model.geometry)
         self._raw: dict[NodeKey, StoredKV] = {}
+        self._named: tuple[PlacedPrompt | None, Sequence[LiveKey]] = None, ()
 
     def check_fits(self, request: Request) -> None:
         """Refuse what the pool could not hold even when nothing else runs; from any thread.
@@ -146,6 +147,10 @@ class Runner:
         for node in request.prompt.nodes:
             self._placer.ahead(node.run)
 
+    def rest(self) -> None:
+        """Nothing runs or waits: give up what was read for requests that left."""
+        self._fetcher.rest()
+
     def drop(self, keys: Iterable[NodeKey]) -> None:
         """Forget nodes that are in memory and not in use."""
         self._fetcher.flush()  # what is being stored was perhaps released
@@ -160,8 +165,8 @@ class Runner:
             return self._begin_materialized(request)
         prompt, pool = request.prompt, self.pool
         capacity = len(prompt.live_ids) + request.new_tokens
-        known = reusable_names(prompt, pool.page_size) if self._reuse_live else []
-        placed = self._placer.acquire((node.run for node in prompt.nodes), known, capacity)
+        runs = (node.run for node in prompt.nodes)
+        placed = self._placer.acquire(runs, self._reusable(prompt), capacity)
         if placed is None:
             return None
         nodes = [
@@ -177,6 +182,13 @@ class Runner:
         if names is not None:
             names.extend(prompt.live_ids[:reused], prompt.live_positions[:reused])
         return Started(sequence, placed)
+
+    def _reusable(self, prompt: PlacedPrompt) -> Sequence[LiveKey]:
+        if not self._reuse_live:
+            return ()
+        if self._named[0] is not prompt:  # one that waits for room asks again and again
+            self._named = prompt, reusable_names(prompt, self.pool.page_size)
+        return self._named[1]
 
     def end(self, started: Started) -> None:
         """Give everything back that a request held."""

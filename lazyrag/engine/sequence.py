@@ -78,13 +78,15 @@ class PagedSequence:
         return RequestRows(live, nodes), self._slots[first : self._length]
 
     def computed(self, ids: Sequence[int], positions: Sequence[int]) -> None:
-        """Live tokens were computed: full pages of them serve later requests as well."""
+        """Live tokens were computed: full pages of them serve later requests as well.
+
+        That is no use yet. Until it is used again, a page stays in free room only.
+        """
         for name in self._names.extend(ids, positions) if self._names is not None else ():
             page = self.live_pages[self._full_pages]
             self._full_pages += 1
             if name not in self._pool:
                 self._pool.admit(name, (page,), self._pool.page_size)
-                self._pool.touch([name])
                 self._published.append(name)
                 self._own.remove(page)
 

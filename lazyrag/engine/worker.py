@@ -62,11 +62,11 @@ class Worker:
         return self._put(Scoring(request, answer, whole, deliver))
 
     def _put(self, task: Task) -> Task:
+        self._runner.prefetch(task.request)
         with self._woken:
             self._check_open()
             self._wake()
             self._arrived.append(task)
-        self._runner.prefetch(task.request)
         return task
 
     def node_arrived(self) -> None:
@@ -130,6 +130,7 @@ class Worker:
         with self._woken:
             if self._scheduler.idle and not self._woken.wait_for(self._news, timeout=IDLE_S):
                 self._thread = None
+                self._runner.rest()
                 return False
             if self._stalled:
                 self._woken.wait_for(lambda: self._news() or not self._stalled, timeout=STALLED_S)

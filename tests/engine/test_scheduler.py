@@ -387,6 +387,9 @@ class _Fetcher:
     def touch(self, key) -> None:
         pass
 
+    def settled(self, key) -> None:
+        pass
+
     def forget(self, key) -> None:
         pass
 
