@@ -74,8 +74,13 @@ def _counters(stats: EngineStats) -> Iterator[tuple[str, str, tuple[str, ...], S
     yield "requests_finished", text, ("outcome",), _labelled(stats.finished_by_outcome)
     text = "Nodes of prompts, by where their KV was; none = computed"
     yield "nodes", text, tier, _labelled(stats.nodes_by_tier)
-    yield "node_tokens", "Tokens of these nodes", tier, _labelled(stats.node_tokens_by_tier)
-    text = "Nodes that were computed, by why"
+    yield (
+        "node_tokens",
+        "Tokens of the nodes of prompts, by where their KV was",
+        tier,
+        _labelled(stats.node_tokens_by_tier),
+    )
+    text = "Nodes of prompts that were computed, by why"
     yield "nodes_computed", text, ("reason",), _labelled(stats.computed_by_reason)
     yield "tokens_reused", "Tokens of nodes that were reused", (), {(): stats.tokens_reused}
     text = "Live tokens whose KV another request had left"
@@ -84,15 +89,25 @@ def _counters(stats: EngineStats) -> Iterator[tuple[str, str, tuple[str, ...], S
     yield "tokens_computed", text, (), {(): stats.tokens_computed}
     text = "Tokens of nodes computed, by requests and by ingestion"
     yield "encoded_tokens", text, (), {(): stats.encoded_tokens}
-    yield "encode_seconds", "Time in which they were computed", (), {(): stats.encode_s}
+    yield "encode_seconds", "Time in which nodes were computed", (), {(): stats.encode_s}
     text = "Times that KV was brought from one tier to another"
     yield "moves", text, way, {key: one.moves for key, one in ways.items()}
-    yield "moved_bytes", "Bytes brought", way, {key: one.nbytes for key, one in ways.items()}
-    text = "Time in which they were brought"
+    yield (
+        "moved_bytes",
+        "Bytes of KV brought from one tier to another",
+        way,
+        {key: one.nbytes for key, one in ways.items()},
+    )
+    text = "Time in which KV was brought from one tier to another"
     yield "move_seconds", text, way, {key: one.seconds for key, one in ways.items()}
     text = "Nodes dropped from a tier to make room"
     yield "evicted_nodes", text, tier, _labelled(stats.evicted_nodes_by_tier)
-    yield "evicted_bytes", "Their bytes", tier, _labelled(stats.evicted_bytes_by_tier)
+    yield (
+        "evicted_bytes",
+        "Bytes of nodes dropped from a tier to make room",
+        tier,
+        _labelled(stats.evicted_bytes_by_tier),
+    )
 
 
 def _gauges(now: Gauges) -> Iterator[tuple[str, str, int]]:
@@ -100,14 +115,14 @@ def _gauges(now: Gauges) -> Iterator[tuple[str, str, int]]:
     yield "requests_loading", "Admitted requests that wait for their nodes", now.loading
     yield "requests_running", "Requests that take part in forward passes", now.running
     yield "pool_pages", "Pages of the pool on the device", now.pool_pages
-    yield "pool_free_pages", "Free ones", now.pool_free_pages
+    yield "pool_free_pages", "Free pages of the pool on the device", now.pool_free_pages
     yield "idle_bytes", "KV on the device that no running request uses", now.idle_bytes
-    yield "idle_budget_bytes", "Most that may be idle", now.idle_budget_bytes
+    yield "idle_budget_bytes", "Most KV on the device that may be idle", now.idle_budget_bytes
     yield "pinned_bytes", "KV that is never evicted", now.pinned_bytes
     yield "resident_nodes", "Nodes on the device, used or idle", now.resident_nodes
     yield "host_nodes", "Nodes in the host's memory", now.host_nodes
-    yield "host_bytes", "Their bytes", now.host_bytes
-    yield "host_budget_bytes", "Most that they may take", now.host_budget_bytes
+    yield "host_bytes", "Bytes of nodes in the host's memory", now.host_bytes
+    yield "host_budget_bytes", "Most bytes of nodes in the host's memory", now.host_budget_bytes
 
 
 def _histograms(stats: EngineStats) -> Iterator[tuple[str, str, HistogramStats]]:
