@@ -33,6 +33,7 @@ from lazyrag.engine import ingest as ingest_module
 from lazyrag.engine import scheduler as scheduler_module
 from lazyrag.engine.async_engine import READERS
 from lazyrag.engine.generation import GenerationStream
+from lazyrag.engine.runner import Runner
 from lazyrag.engine.scheduler import Scheduler
 
 PAGE_BYTES = 768 * 16
@@ -83,6 +84,18 @@ def engine(open_engine) -> Engine:
 @pytest.fixture
 def serving(engine) -> AsyncEngine:
     return AsyncEngine(engine)
+
+
+@pytest.fixture
+def slowly(monkeypatch) -> None:
+    """An endless answer takes longer than any test waits: it is over only when it is stopped."""
+    forward = Runner.forward
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        time.sleep(0.01)
+        return forward(*arguments, **named)
+
+    monkeypatch.setattr(Runner, "forward", slow)
 
 
 @pytest.fixture
@@ -333,12 +346,14 @@ def test_two_loops_in_two_threads(engine, serving):
 
 
 @pytest.mark.parametrize("method", ["generate", "chat", "stream"])
-def test_a_cancelled_task_stops_the_work(engine, serving, method):
-    async def read() -> None:
-        async for _ in serving.stream(prompt(0), **ENDLESS):
-            pass
-
+def test_a_cancelled_task_stops_the_work(engine, serving, slowly, method):
     async def leave() -> None:
+        held = serving.stream(prompt(0), **ENDLESS)
+
+        async def read() -> None:
+            async for _ in held:
+                pass
+
         other = asyncio.create_task(serving.generate(prompt(1), max_new_tokens=40))
         asked = {
             "generate": lambda: serving.generate(prompt(0), **ENDLESS),
@@ -357,7 +372,7 @@ def test_a_cancelled_task_stops_the_work(engine, serving, method):
     check_all_back(engine)
 
 
-def test_cancelled_while_its_prompt_is_read(engine, serving, monkeypatch):
+def test_cancelled_while_its_prompt_is_read(engine, serving, slowly, monkeypatch):
     """There is nothing to cancel yet; what is put in line afterwards ends at once."""
     reading, go = threading.Event(), threading.Event()
     read = engine._reader.read_segments
@@ -432,7 +447,7 @@ def test_cancelled_while_it_waits_for_room(narrow):
     check_all_back(narrow.engine)
 
 
-def test_time_runs_out(engine, serving):
+def test_time_runs_out(engine, serving, slowly):
     async def late() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
@@ -450,7 +465,7 @@ def test_time_runs_out(engine, serving):
 
 
 @pytest.mark.parametrize("how", ["aclose", "leave", "raise"])
-def test_closing_a_stream_stops_the_work(engine, serving, how):
+def test_closing_a_stream_stops_the_work(engine, serving, slowly, how):
     async def close() -> None:
         stream = serving.stream(prompt(0), **ENDLESS)
         if how == "aclose":
@@ -483,7 +498,7 @@ def test_closed_before_it_began(engine, serving):
     assert not engine._worker._arrived and engine._worker._thread is None
 
 
-def test_a_reader_that_just_leaves(engine, serving):
+def test_a_reader_that_just_leaves(engine, serving, slowly):
     """No ``async with``: the stream goes with the last reference to it."""
 
     async def leave() -> None:
@@ -496,7 +511,7 @@ def test_a_reader_that_just_leaves(engine, serving):
     check_all_back(engine)
 
 
-def test_closing_wakes_a_task_that_reads(engine, serving, narrow):
+def test_closing_wakes_a_task_that_reads(narrow):
     async def close() -> None:
         async with narrow.stream(prompt(0), **ENDLESS | {"max_new_tokens": 330}) as first:
             await anext(first)
@@ -529,7 +544,7 @@ def test_two_tasks_read_one_stream(engine, serving):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # asyncio's own
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_loop_that_is_closed_breaks_nothing(engine, serving, whole, caplog):
+def test_a_loop_that_is_closed_breaks_nothing(engine, serving, slowly, whole, caplog):
     expected = engine.generate(prompt(1), max_new_tokens=4).token_ids
     loop = asyncio.new_event_loop()
 
