@@ -7,9 +7,12 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lazyrag.engine.async_engine import AsyncEngine
+    from lazyrag.engine.async_stream import AsyncGenerationStream
     from lazyrag.engine.engine import Engine
     from lazyrag.engine.generation import Generation, GenerationStream
     from lazyrag.engine.ingest import IngestEstimate
+    from lazyrag.engine.metrics import EngineStats
     from lazyrag.engine.report import NodeReport, ReuseReport
     from lazyrag.errors import LazyRagError, ModelError, RequestError, StoreError
     from lazyrag.types import (
@@ -24,10 +27,13 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
+    "AsyncEngine": "lazyrag.engine.async_engine",
+    "AsyncGenerationStream": "lazyrag.engine.async_stream",
     "Engine": "lazyrag.engine.engine",
     "Generation": "lazyrag.engine.generation",
     "GenerationStream": "lazyrag.engine.generation",
     "IngestEstimate": "lazyrag.engine.ingest",
+    "EngineStats": "lazyrag.engine.metrics",
     "NodeReport": "lazyrag.engine.report",
     "ReuseReport": "lazyrag.engine.report",
     "LazyRagError": "lazyrag.errors",
@@ -47,7 +53,10 @@ _HOME = {
 __version__ = version("lazyrag")
 
 __all__ = [
+    "AsyncEngine",
+    "AsyncGenerationStream",
     "Engine",
+    "EngineStats",
     "Generation",
     "GenerationOptions",
     "GenerationStream",

@@ -107,6 +107,20 @@ class GenerationStream(Iterator[str]):
                 raise piece
         raise StopIteration
 
+    def hand_over(self, deliver: Deliver) -> Cancellable:
+        """Begin the work for another reader, which gets every piece and may cancel it.
+
+        The stream itself is over with that: it gives nothing, and closing it stops nothing.
+
+        Raises:
+            RequestError: the stream has begun or was closed; or the engine was.
+        """
+        with self._beginning:
+            if self._closed or self._answer is not None:
+                raise RequestError("a stream that has begun or was closed cannot be handed over.")
+            self._closed = True
+            return self._submit(deliver)
+
     def read(self) -> Generation:
         """Read to the end; the whole answer."""
         for _ in self:
