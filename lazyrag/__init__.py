@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from lazyrag.engine.ingest import IngestEstimate
     from lazyrag.engine.metrics import EngineStats
     from lazyrag.engine.report import NodeReport, ReuseReport
-    from lazyrag.errors import LazyRagError, ModelError, RequestError, StoreError
+    from lazyrag.errors import (
+        EngineBusyError,
+        LazyRagError,
+        ModelError,
+        RequestError,
+        RequestTimeoutError,
+        StoreError,
+    )
     from lazyrag.types import (
         GenerationOptions,
         KVDType,
@@ -36,9 +43,11 @@ _HOME = {
     "EngineStats": "lazyrag.engine.metrics",
     "NodeReport": "lazyrag.engine.report",
     "ReuseReport": "lazyrag.engine.report",
+    "EngineBusyError": "lazyrag.errors",
     "LazyRagError": "lazyrag.errors",
     "ModelError": "lazyrag.errors",
     "RequestError": "lazyrag.errors",
+    "RequestTimeoutError": "lazyrag.errors",
     "StoreError": "lazyrag.errors",
     "GenerationOptions": "lazyrag.types",
     "KVDType": "lazyrag.types",
@@ -56,6 +65,7 @@ __all__ = [
     "AsyncEngine",
     "AsyncGenerationStream",
     "Engine",
+    "EngineBusyError",
     "EngineStats",
     "Generation",
     "GenerationOptions",
@@ -72,6 +82,7 @@ __all__ = [
     "Quality",
     "Reference",
     "RequestError",
+    "RequestTimeoutError",
     "ReuseReport",
     "StoreError",
     "__version__",

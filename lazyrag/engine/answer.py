@@ -6,17 +6,20 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 
 import torch
 from torch import Tensor
 
 from lazyrag.engine.generation import Deliver, FinishReason, Generation, Outcome, Scores
+from lazyrag.engine.metrics import Metrics
+from lazyrag.engine.metrics import Outcome as Ending
 from lazyrag.engine.report import NodeStatus, Reason, ReuseReport
 from lazyrag.engine.request import Request
 from lazyrag.engine.runner import Rows, Started
 from lazyrag.engine.sampling import Sampler
 from lazyrag.engine.text_stream import TextStream
-from lazyrag.errors import RequestError
+from lazyrag.errors import EngineBusyError, RequestError, RequestTimeoutError
 from lazyrag.model.load import LoadedModel
 from lazyrag.types import Quality
 
@@ -32,6 +35,7 @@ class Task(ABC):
     Args:
         request: placed and checked.
         deliver: where what comes of it goes.
+        metrics: counts what becomes of it.
 
     Attributes:
         cancelled: set by the reader, from any thread; looked at between forward passes.
@@ -39,13 +43,20 @@ class Task(ABC):
         begun: whether all its KV is in place, and forward passes with it go on.
     """
 
-    def __init__(self, request: Request, deliver: Deliver) -> None:
+    def __init__(self, request: Request, deliver: Deliver, metrics: Metrics) -> None:
         self.request = request
         self.cancelled = False
         self.started: Started | None = None
         self.begun = False
         self._deliver = deliver
+        self._metrics = metrics
+        self._submitted = self._admitted = time.perf_counter()
         self._computed = 0
+
+    def admit(self, started: Started) -> None:
+        """It has its pages."""
+        self.started = started
+        self._admitted = time.perf_counter()
 
     def begin(self) -> None:
         """Its nodes are in place.
@@ -56,6 +67,7 @@ class Task(ABC):
         assert self.started is not None, "it has its pages"
         self._computed = self.started.reused
         self.report = self.request.report(self.started.origins, self.started.reused)
+        self._metrics.started(self.report, self._admitted - self._submitted)
         _check_strict(self.request, self.report)
         self.begun = True
 
@@ -81,6 +93,7 @@ class Task(ABC):
 
     def conclude(self, outcome: Outcome | BaseException) -> None:
         """Tell the reader that it is over; one that cannot be told is nobody else's trouble."""
+        self._metrics.finished(_name_of(outcome))
         try:
             self._deliver(outcome)
         except BaseException:
@@ -94,13 +107,16 @@ class Answer(Task):
         request: placed and checked.
         model: for its tokenizer and its end-of-text ids.
         deliver: where the pieces go.
+        metrics: counts what becomes of it.
     """
 
-    def __init__(self, request: Request, model: LoadedModel, deliver: Deliver) -> None:
-        super().__init__(request, deliver)
+    def __init__(
+        self, request: Request, model: LoadedModel, deliver: Deliver, metrics: Metrics
+    ) -> None:
+        super().__init__(request, deliver, metrics)
         self._model = model
         self._token_ids: list[int] = []
-        self._submitted = self._last = time.perf_counter()
+        self._last = self._submitted
         self._first: float | None = None
 
     def begin(self) -> None:
@@ -130,9 +146,13 @@ class Answer(Task):
     def advance(self, logits: Tensor) -> Generation | None:
         """Choose the next token and deliver what can be shown of it; see `Task`."""
         token = self._sampler.next(logits[0])
-        self._last = time.perf_counter()
+        now = time.perf_counter()
         if self._first is None:
-            self._first = self._last
+            self._first = now
+            self._metrics.first_token(self.request.recognise_s + now - self._submitted)
+        else:
+            self._metrics.next_token(now - self._last)
+        self._last = now
         self._token_ids.append(token)
         finish: FinishReason | None = None
         if token in self._model.eos_ids:
@@ -169,12 +189,18 @@ class Scoring(Task):
         answer: token ids, at least one.
         whole: whether the whole distributions are wanted.
         deliver: where the `Scores` go.
+        metrics: counts what becomes of it.
     """
 
     def __init__(
-        self, request: Request, answer: Sequence[int], whole: bool, deliver: Deliver
+        self,
+        request: Request,
+        answer: Sequence[int],
+        whole: bool,
+        deliver: Deliver,
+        metrics: Metrics,
     ) -> None:
-        super().__init__(request, deliver)
+        super().__init__(request, deliver, metrics)
         prompt = request.prompt
         after = range(prompt.next_position, prompt.next_position + len(answer) - 1)
         self._answer = answer
@@ -212,6 +238,18 @@ class Scoring(Task):
             return None
         whole = torch.cat(self._distributions) if self._whole else None
         return Scores(self._scores, self.report, whole)
+
+
+def _name_of(outcome: Outcome | BaseException) -> Ending:
+    if isinstance(outcome, Generation):
+        return Ending(outcome.finish_reason)
+    if isinstance(outcome, Scores):
+        return Ending.STOP
+    if isinstance(outcome, CancelledError):
+        return Ending.CANCELLED
+    if isinstance(outcome, RequestTimeoutError):
+        return Ending.TIMEOUT
+    return Ending.REFUSED if isinstance(outcome, EngineBusyError) else Ending.FAILED
 
 
 def _check_strict(request: Request, report: ReuseReport) -> None:

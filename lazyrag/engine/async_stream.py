@@ -94,7 +94,7 @@ class AsyncGenerationStream(AsyncIterator[str]):
         self._bridge.arrived.put_nowait(delivery)  # for another task that reads
         if isinstance(delivery, Generation):
             self._result = delivery
-        elif not isinstance(delivery, CancelledError):
+        elif isinstance(delivery, BaseException) and not isinstance(delivery, CancelledError):
             raise delivery
         return None
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import threading
 
+from lazyrag.engine.metrics import Metrics
+from lazyrag.engine.report import Tier
+
 _WEIGHT = 0.2
 """Of the newest sample in the mean of seconds a unit."""
 _CLEARLY = 0.8
@@ -55,16 +58,35 @@ class Speed:
 class Costs:
     """The three ways to bring a node: read it from the store, send it from host memory, compute it.
 
+    Args:
+        metrics: counts what is measured here.
+
     Attributes:
         read: bytes from the store into host memory, checked.
         send: bytes from host memory into pages.
         encode: tokens through the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics | None = None) -> None:
+        self._metrics = metrics or Metrics()
         self.read = Speed(1e9)
         self.send = Speed(1e10)
         self.encode = Speed(1e3)
+
+    def was_read(self, nbytes: int, seconds: float) -> None:
+        """A node came from the store into host memory."""
+        self.read.record(nbytes, seconds)
+        self._metrics.moved(Tier.DISK, Tier.HOST, nbytes, seconds)
+
+    def was_sent(self, nbytes: int, seconds: float) -> None:
+        """A node came from host memory into pages."""
+        self.send.record(nbytes, seconds)
+        self._metrics.moved(Tier.HOST, Tier.DEVICE, nbytes, seconds)
+
+    def was_encoded(self, tokens: int, seconds: float) -> None:
+        """Nodes were computed."""
+        self.encode.record(tokens, seconds)
+        self._metrics.encoded(tokens, seconds)
 
     def encoding_is_faster(self, tokens: int, tokens_before: int, read_s: float) -> bool:
         """Whether to compute a node that the store has.

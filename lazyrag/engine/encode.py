@@ -9,7 +9,7 @@ import torch
 from lazyrag_kernels.attention import attend_behind_prefix
 from torch import Tensor
 
-from lazyrag.engine.costs import Speed
+from lazyrag.engine.costs import Costs
 from lazyrag.errors import ModelError
 from lazyrag.model import seam
 from lazyrag.model.load import LoadedModel
@@ -66,7 +66,7 @@ class Encoder:
         sink: ids every node is encoded behind. They act through the hidden states only: their own
             KV is computed once and dropped (DESIGN, invariant 2).
         dtype: of the returned K and V.
-        speed: learns tokens a second; None = nobody wants to know.
+        costs: learns how long it takes; None = nobody wants to know.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Encoder:
         model: LoadedModel,
         sink: tuple[int, ...],
         dtype: torch.dtype,
-        speed: Speed | None = None,
+        costs: Costs | None = None,
     ) -> None:
         self._model = model
-        self._speed = speed or Speed(1.0)
+        self._costs = costs or Costs()
         self._dtype = dtype
         self._sink = sink
         self._prefix: list[tuple[Tensor, Tensor]] | None = None
@@ -103,7 +103,7 @@ class Encoder:
         started = time.perf_counter()
         kept = self._run(nodes, self._prefix, self._dtype)
         on_cpu = [kv.cpu() for kv in kept]
-        self._speed.record(sum(map(len, nodes)), time.perf_counter() - started)
+        self._costs.was_encoded(sum(map(len, nodes)), time.perf_counter() - started)
         return [self._checked(ids, kv) for ids, kv in zip(nodes, on_cpu, strict=True)]
 
     def _checked(self, ids: Sequence[int], kv: Tensor) -> StoredKV:

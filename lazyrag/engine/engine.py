@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar
@@ -27,9 +28,11 @@ from lazyrag.engine.host import HostTier
 from lazyrag.engine.ingest import IngestEstimate, Ingestor, kept_texts
 from lazyrag.engine.library import Library
 from lazyrag.engine.live import LiveKey
+from lazyrag.engine.metrics import EngineStats, Gauges, Metrics
 from lazyrag.engine.nodes import NodeComputer, NodePlacer
 from lazyrag.engine.pool import PageKey, PagePool, page_size_on
 from lazyrag.engine.progress import token_bar
+from lazyrag.engine.report import Tier
 from lazyrag.engine.request import Request
 from lazyrag.engine.runner import Runner
 from lazyrag.engine.sampling import make_options
@@ -97,9 +100,12 @@ class Engine:
                 f"{model.name!r} is {geometry.max_positions:,}: nothing is left for a node."
             )
         kv = getattr(torch, self.encoding.dtype.value)
-        costs = self._costs = Costs()
+        metrics = self._metrics = Metrics()
+        costs = self._costs = Costs(metrics)
         host = self._host = HostTier(
-            _host_bytes(model, host_bytes), pinned=model.device.type == "cuda"
+            _host_bytes(model, host_bytes),
+            pinned=model.device.type == "cuda",
+            evicted=partial(metrics.evicted, Tier.HOST, 1),
         )
         kv_bytes = geometry.kv_bytes_per_token(kv)
 
@@ -109,6 +115,11 @@ class Engine:
             return costs.bring_s(tokens, tokens * kv_bytes, key in host)
 
         page_size = page_size_on(model.device)
+        page_bytes = page_size * geometry.kv_bytes_per_token(model.dtype)
+
+        def evicted(key: PageKey, pages: int) -> None:
+            metrics.evicted(Tier.DEVICE, isinstance(key, NodeKey), pages * page_bytes)
+
         self._pool = PagePool(
             geometry,
             pages=_pool_pages(model, pool_bytes),
@@ -117,6 +128,7 @@ class Engine:
             device=model.device,
             idle_pages=_idle_pages(model, page_size, idle_bytes),
             bring_s=bring_s,
+            evicted=evicted,
         )
         self._temporary = tempfile.TemporaryDirectory(prefix="lazyrag-") if store is None else None
         self.store = KVStore.open(self._temporary.name if self._temporary else store or "")
@@ -129,12 +141,12 @@ class Engine:
             vocabulary=model.model.config.vocab_size,
             longest_node=longest_node,
         )
-        encoder = Encoder(model, self.encoding.sink, kv, costs.encode)
+        encoder = Encoder(model, self.encoding.sink, kv, costs)
         fetcher = self._fetcher = Fetcher(self.store, host, costs, kv_bytes)
         computer = NodeComputer(self.store, digest, encoder, library, fetcher)
         placer = NodePlacer(self._pool, geometry, fetcher, computer, costs)
         self._runner = Runner(model, self._pool, placer, fetcher, computer, reuse_live=reuse_live)
-        self._worker = Worker(self._runner)
+        self._worker = Worker(self._runner, metrics)
         fetcher.notify = self._worker.node_arrived
         self._ingestor = Ingestor(
             self.store, digest, library, encoder, geometry, kv, longest_node, self._worker.call
@@ -599,6 +611,28 @@ class Engine:
         return outcome
 
     # life
+
+    def stats(self) -> EngineStats:
+        """What this engine has done since it was made, and how things stand; from any thread."""
+        pool, host = self._pool, self._host
+        page_bytes = pool.page_size * self._model.geometry.kv_bytes_per_token(pool.k.dtype)
+        waiting, loading, running = self._worker.line
+        return self._metrics.snapshot(
+            Gauges(
+                waiting=waiting,
+                loading=loading,
+                running=running,
+                pool_pages=pool.total_pages,
+                pool_free_pages=pool.free_pages,
+                idle_bytes=pool.evictable_pages * page_bytes,
+                idle_budget_bytes=pool.idle_budget * page_bytes,
+                pinned_bytes=pool.pinned_pages * page_bytes,
+                resident_nodes=len(pool),
+                host_nodes=len(host),
+                host_bytes=host.used_bytes,
+                host_budget_bytes=host.budget_bytes,
+            )
+        )
 
     def close(self) -> None:
         """Give the store (and a temporary folder) back. The engine cannot be used afterwards."""

@@ -237,6 +237,6 @@ class Fetcher:
             logger.warning("node %s is computed anew: %r", run.key, error)
             return LoadFailure.UNREADABLE
         if isinstance(stored, StoredKV):
-            self._costs.read.record(stored.nbytes, time.perf_counter() - started)
+            self._costs.was_read(stored.nbytes, time.perf_counter() - started)
             return self.keep(run, stored)
         return stored

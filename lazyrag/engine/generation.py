@@ -116,7 +116,7 @@ class GenerationStream(Iterator[str]):
             RequestError: the stream has begun or was closed; or the engine was.
         """
         with self._beginning:
-            if self._closed or self._answer is not None:
+            if self._closed or self._task is not None:
                 raise RequestError("a stream that has begun or was closed cannot be handed over.")
             self._closed = True
             return self._submit(deliver)

@@ -6,6 +6,7 @@ import logging
 import mmap
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,15 +27,21 @@ class HostTier:
     Args:
         budget_bytes: of all nodes together; 0 = keep none.
         pinned: whether a GPU reads this memory.
+        evicted: called with the bytes of every node that goes for want of room.
     """
 
-    def __init__(self, budget_bytes: int, *, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        *,
+        pinned: bool = False,
+        evicted: Callable[[int], None] | None = None,
+    ) -> None:
         self._policy: EvictionPolicy[NodeKey] = EvictionPolicy(budget_bytes)
         self._kept: dict[NodeKey, StoredKV] = {}
         self._pinned = pinned
         self._lock = threading.Lock()
-        self.evictions = 0
-        self.evicted_bytes = 0
+        self._tell_evicted = evicted or (lambda nbytes: None)
 
     @property
     def budget_bytes(self) -> int:
@@ -81,9 +88,8 @@ class HostTier:
                 return self._kept.get(key, kv)
             admission = self._policy.add(key, kv.nbytes, bring_s)
             for gone in admission.evicted:
-                self.evictions += 1
                 if (given_up := self._kept.pop(gone, None)) is not None:
-                    self.evicted_bytes += given_up.nbytes
+                    self._tell_evicted(given_up.nbytes)
         if not admission.admitted:
             return kv
         try:

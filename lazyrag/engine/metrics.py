@@ -253,7 +253,7 @@ class Metrics:
         self._first_token = _Histogram()
         self._next_token = _Histogram()
 
-    def started(self, report: ReuseReport, queued_s: float, live_tokens_reused: int = 0) -> None:
+    def started(self, report: ReuseReport, queued_s: float) -> None:
         """A request was admitted ``queued_s`` seconds after it came; its nodes are in place."""
         with self._lock:
             self._requests += 1
@@ -264,7 +264,7 @@ class Metrics:
                 if node.reason is not None:
                     self._reasons[node.reason] += 1
             self._tokens_reused += report.tokens_reused
-            self._live_tokens_reused += live_tokens_reused
+            self._live_tokens_reused += report.live_tokens_reused
             self._tokens_computed += report.tokens_computed
 
     def first_token(self, seconds: float) -> None:

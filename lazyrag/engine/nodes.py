@@ -190,7 +190,7 @@ class NodePlacer:
         self._fetcher = fetcher
         self._computer = computer
         self._costs = costs
-        self._sender = Sender(pool.k.device, costs.send)
+        self._sender = Sender(pool.k.device, costs)
         self._arriving: dict[NodeKey, Arrival] = {}
 
     @property

@@ -120,6 +120,7 @@ class PagePool:
         idle_pages: most pages that idle entries may keep; None = all there are.
         bring_s: seconds to bring an entry back once it is gone, from its key and its tokens; by
             default it takes as long as it is large.
+        evicted: called with every entry that goes for want of room, and its pages.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class PagePool:
         device: torch.device,
         idle_pages: int | None = None,
         bring_s: Callable[[PageKey, int], float] | None = None,
+        evicted: Callable[[PageKey, int], None] | None = None,
     ) -> None:
         shape = (
             len(geometry.layers),
@@ -143,9 +145,8 @@ class PagePool:
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self.pinned_pages = 0
-        self.evictions = 0
-        self.evicted_pages = 0
         self._bring_s = bring_s or (lambda key, tokens: float(tokens))
+        self._tell_evicted = evicted or (lambda key, pages: None)
         self._allocator = PageAllocator(pages)
         self._resident: dict[PageKey, Resident] = {}
         budget = pages if idle_pages is None else min(idle_pages, pages)
@@ -279,8 +280,7 @@ class PagePool:
 
     def _evicted(self, keys: Iterable[PageKey]) -> None:
         for key in keys:
-            self.evictions += 1
-            self.evicted_pages += len(self._resident[key].pages)
+            self._tell_evicted(key, len(self._resident[key].pages))
             self._give_up(key)
 
     def _give_up(self, key: PageKey) -> None:

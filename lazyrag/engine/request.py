@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from lazyrag.engine.constraint import Constraint
 from lazyrag.engine.report import NodeReport, NodeStatus, Origin, Reason, ReuseReport, Tier
-from lazyrag.errors import RequestError
+from lazyrag.errors import RequestError, RequestTimeoutError
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.read import NearNode, ReadPrompt
 from lazyrag.prompt.segments import NodeRun, PlacedPrompt, Run, as_live, end_live, place
@@ -87,10 +87,10 @@ class Request:
         """Called between forward passes.
 
         Raises:
-            RequestError: the request has taken longer than it may.
+            RequestTimeoutError: the request has taken longer than it may.
         """
         if self.deadline is not None and time.perf_counter() > self.deadline:
-            raise RequestError(
+            raise RequestTimeoutError(
                 f"the request took longer than its timeout of {self.options.timeout_s:g} s and was "
                 "stopped. Allow more time, retrieve less, or ask for fewer new tokens."
             )

@@ -22,7 +22,7 @@ from lazyrag.engine.answer import Task
 from lazyrag.engine.generation import Outcome
 from lazyrag.engine.runner import Rows, Runner
 from lazyrag.engine.sequence import PagedSequence
-from lazyrag.errors import LazyRagError, RequestError
+from lazyrag.errors import EngineBusyError, LazyRagError, RequestError
 
 STEP_TOKENS = 2048
 """Prompt tokens of one forward pass when no answer is being written."""
@@ -51,6 +51,17 @@ class Scheduler:
         self._arrival = itertools.count()
 
     @property
+    def waiting(self) -> int:
+        """Requests that wait for room; from any thread."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> tuple[int, int]:
+        """Requests that wait for their nodes, and those that take part in passes; any thread."""
+        begun = [task.begun for task in list(self._running)]
+        return begun.count(False), begun.count(True)
+
+    @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return not self._waiting and not self._running
@@ -59,7 +70,7 @@ class Scheduler:
         """Put a request in line."""
         if len(self._waiting) >= MAX_WAITING:
             task.conclude(
-                RequestError(
+                EngineBusyError(
                     f"{MAX_WAITING:,} requests are waiting already; ask again later, or use "
                     "another engine."
                 )
@@ -139,7 +150,7 @@ class Scheduler:
                     )
                 heapq.heappop(self._waiting)
                 self._running.append(task)
-                task.started = started
+                task.admit(started)
             except Exception as error:
                 if self._waiting and self._waiting[0][-1] is task:
                     heapq.heappop(self._waiting)

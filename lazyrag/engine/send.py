@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lazyrag.engine.costs import Speed
+from lazyrag.engine.costs import Costs
 from lazyrag.store import StoredKV
 
 
@@ -52,12 +52,12 @@ class Sender:
 
     Args:
         device: where the pool is.
-        speed: learns bytes a second.
+        costs: learns how long it takes.
     """
 
-    def __init__(self, device: torch.device, speed: Speed) -> None:
+    def __init__(self, device: torch.device, costs: Costs) -> None:
         self._device = device
-        self._speed = speed
+        self._costs = costs
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send(self, kv: StoredKV) -> Sent:
@@ -75,7 +75,7 @@ class Sender:
 
     def received(self, sent: Sent) -> None:
         """Note how long it took; the tensors may be used by the current stream from here on."""
-        self._speed.record(sent.kv.nbytes, sent.seconds())
+        self._costs.was_sent(sent.kv.nbytes, sent.seconds())
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             for tensor in (sent.k, sent.v):

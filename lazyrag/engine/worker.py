@@ -13,6 +13,7 @@ import torch
 
 from lazyrag.engine.answer import Answer, Scoring, Task
 from lazyrag.engine.generation import Deliver
+from lazyrag.engine.metrics import Metrics
 from lazyrag.engine.request import Request
 from lazyrag.engine.runner import Runner
 from lazyrag.engine.scheduler import Scheduler
@@ -35,8 +36,9 @@ class Worker:
     every waiting job at once; the next request is served.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, metrics: Metrics | None = None) -> None:
         self._runner = runner
+        self._metrics = metrics or Metrics()
         self._scheduler = Scheduler(runner)
         self._woken = threading.Condition()
         self._arrived: deque[Task] = deque()
@@ -51,7 +53,7 @@ class Worker:
         Raises:
             RequestError: the worker is closed.
         """
-        return self._put(Answer(request, self._runner.model, deliver))
+        return self._put(Answer(request, self._runner.model, deliver, self._metrics))
 
     def score(self, request: Request, answer: Sequence[int], whole: bool, deliver: Deliver) -> Task:
         """Put a request in line whose answer is given; see `Scoring`.
@@ -59,7 +61,7 @@ class Worker:
         Raises:
             RequestError: the worker is closed.
         """
-        return self._put(Scoring(request, answer, whole, deliver))
+        return self._put(Scoring(request, answer, whole, deliver, self._metrics))
 
     def _put(self, task: Task) -> Task:
         self._runner.prefetch(task.request)
@@ -89,6 +91,12 @@ class Worker:
             self._wake()
             self._jobs.append((job, outcome))
         return outcome.result()
+
+    @property
+    def line(self) -> tuple[int, int, int]:
+        """Requests that wait for room, that wait for their nodes, and that run; any thread."""
+        scheduler = self._scheduler
+        return (len(self._arrived) + scheduler.waiting, *scheduler.running)
 
     def close(self) -> None:
         """End what runs and waits, and the thread. Safe to call more than once."""

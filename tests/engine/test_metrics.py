@@ -53,7 +53,8 @@ def busy() -> Metrics:
         computed=110,
     )
     metrics.started(first, 0.002)
-    metrics.started(second, 0.4, live_tokens_reused=7)
+    second.live_tokens_reused = 7
+    metrics.started(second, 0.4)
     for seconds in (0.2, 0.6):
         metrics.first_token(seconds)
     for seconds in (0.01, 0.01, 0.012, 0.4):

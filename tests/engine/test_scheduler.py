@@ -117,7 +117,7 @@ class Bench:
                 self.ended.append(name)
             reader(delivery)
 
-        answer = Answer(request, self.engine._model, deliver)
+        answer = Answer(request, self.engine._model, deliver, self.engine._metrics)
         self.scheduler.add(answer)
         return answer, reader
 
@@ -484,7 +484,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         reader = Reader(raises)
         with suppress(RequestError):
             self.runner.check_fits(request)
-            self.answers.append((Answer(request, self.engine._model, reader), reader))
+            self.answers.append(
+                (Answer(request, self.engine._model, reader, self.engine._metrics), reader)
+            )
             self.scheduler.add(self.answers[-1][0])
 
     @rule()
@@ -596,7 +598,7 @@ def test_10_000_random_steps_keep_the_invariants(open_engine, monkeypatch):
     SchedulerMachine.engine, SchedulerMachine.requests, SchedulerMachine.steps = engine, requests, 0
     monkeypatch.setattr(logging.getLogger("lazyrag"), "disabled", True)
     chosen = settings(
-        max_examples=120,
+        max_examples=140,
         stateful_step_count=100,
         deadline=None,
         derandomize=True,

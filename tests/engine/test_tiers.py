@@ -512,3 +512,60 @@ def test_a_cancelled_stream_raises_nothing(open_engine: OpenEngine, disk: Disk):
     disk.held[key(engine, 1)].set()
     wait_for(lambda: engine._worker._scheduler.idle)
     check_all_back(engine)
+
+
+# what the engine says of itself
+
+
+def test_stats_tell_what_happened(open_engine: OpenEngine):
+    engine = open_engine(host_bytes=2**20, idle_bytes=PAGE_BYTES * 8)
+    node_bytes = 110 * 768
+    first = engine.generate(prompt(1), max_new_tokens=4)
+    engine.generate(prompt(1), max_new_tokens=3)
+    engine.generate(prompt(2, 40), max_new_tokens=1)
+    with pytest.raises(RequestError, match="timeout"):
+        engine.generate(prompt(1), max_new_tokens=4, timeout_s=1e-9)
+    stream = engine.stream(prompt(1), max_new_tokens=3_000, json_schema=ENDLESS)
+    next(stream)
+    now = engine.stats().now
+    assert (now.waiting, now.loading, now.running) == (0, 0, 1)
+    stream.close()
+    engine._worker.call(lambda: None)
+    wait_for(lambda: engine.stats().finished_by_outcome["cancelled"] == 1)
+    stats = engine.stats()
+    assert stats.requests == 4
+    assert stats.nodes_by_tier["disk"] == 2 and stats.nodes_by_tier["none"] == 1
+    assert sum(stats.nodes_by_tier.values()) == 5 and stats.computed_by_reason["not stored"] == 1
+    assert stats.tokens_reused == 4 * 110
+    assert stats.finished_by_outcome["timeout"] == 1
+    assert stats.finished_by_outcome["length"] + stats.finished_by_outcome["stop"] == 3
+    assert stats.first_token.count == 4 and stats.queue.count == 4
+    assert stats.next_token.count >= len(first.token_ids) - 1
+    moved = {(one.source, one.target): one for one in stats.movements}
+    assert moved["disk", "host"].nbytes == 2 * node_bytes
+    assert moved["host", "device"].moves >= 3
+    assert stats.evicted_nodes_by_tier["device"] >= 1 and stats.encoded_tokens >= 110
+    assert stats.now.idle_bytes <= stats.now.idle_budget_bytes == PAGE_BYTES * 8
+    assert stats.now.host_bytes == stats.now.host_nodes * node_bytes
+    assert stats.now.running == 0 and stats.now.pool_free_pages > 0
+    assert "hit" in stats.summary() and stats.to_dict()["requests"] == 4
+
+
+def test_busy_and_late_have_errors_of_their_own(open_engine: OpenEngine, monkeypatch):
+    from lazyrag import EngineBusyError, RequestTimeoutError
+    from lazyrag.engine import scheduler as scheduler_module
+
+    monkeypatch.setattr(scheduler_module, "MAX_WAITING", 1)
+    engine = open_engine(pool_bytes=PAGE_BYTES * 32)
+    running = engine.stream(prompt(0), max_new_tokens=330, json_schema=ENDLESS)
+    next(running)
+    waiting = engine.stream(prompt(1), max_new_tokens=330, timeout_s=0.5)
+    waiting.begin()
+    wait_for(lambda: engine.stats().now.waiting == 1)
+    with pytest.raises(EngineBusyError, match="are waiting already"):
+        engine.generate(prompt(2), max_new_tokens=1)
+    with pytest.raises(RequestTimeoutError):
+        waiting.read()
+    running.close()
+    outcomes = engine.stats().finished_by_outcome
+    assert (outcomes["refused"], outcomes["timeout"]) == (1, 1)
