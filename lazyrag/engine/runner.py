@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lazyrag.engine.attention import paged_attention
 from lazyrag.engine.fetch import Fetcher
+from lazyrag.engine.forward import Launched, NextTokens, packed_forward, run
 from lazyrag.engine.live import LiveKey, LiveNames, reusable_names
 from lazyrag.engine.materialized import MaterializedSequence
 from lazyrag.engine.nodes import NodeComputer, NodePlacer, Placed, reason_of
@@ -19,7 +20,6 @@ from lazyrag.engine.report import Origin, Tier
 from lazyrag.engine.request import Request
 from lazyrag.engine.sequence import PagedSequence, SeenNode
 from lazyrag.errors import RequestError
-from lazyrag.model import seam
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.segments import NodeRun, PlacedPrompt
 from lazyrag.store import StoredKV
@@ -116,6 +116,7 @@ class Runner:
         self._computer = computer
         self._reuse_live = reuse_live
         self._paged = paged_attention(pool, model.geometry)
+        self._packed = packed_forward(model, self._paged)
         self._raw: dict[NodeKey, StoredKV] = {}
         self._named: tuple[PlacedPrompt | None, Sequence[LiveKey]] = None, ()
 
@@ -301,29 +302,28 @@ class Runner:
         Returns:
             Of each request fp32 [wanted, vocab].
         """
-        ids = [id for rows in batch for id in rows.ids]
-        tokens = torch.tensor([ids], dtype=torch.int64, device=self.model.device)
-        hidden = seam.hidden_states(self.model.model, tokens, self._attention(batch))[0]
-        wanted: list[int] = []
-        end = 0
-        for rows in batch:
-            end += len(rows.ids)
-            wanted += range(end - rows.wanted, end)
-        index = torch.tensor(wanted, dtype=torch.int64, device=hidden.device)
-        logits = seam.logits(self.model.model, hidden[index])
+        first = batch[0]
+        if isinstance(first.sequence, MaterializedSequence):
+            wanted = range(len(first.ids) - first.wanted, len(first.ids))
+            step = first.sequence.step(first.positions)
+            logits = run(self.model, first.ids, step, wanted)
+        else:
+            logits = self.launch(batch).logits.clone()
         for rows in batch:
             if isinstance(rows.sequence, PagedSequence):
                 rows.sequence.computed(rows.ids, rows.positions)
         return list(logits.split([rows.wanted for rows in batch]))
 
-    def _attention(self, batch: Sequence[Rows]) -> seam.AttentionStep:
-        first = batch[0]
-        if isinstance(first.sequence, MaterializedSequence):
-            return first.sequence.step(first.positions)
-        return self._paged.step(
+    def launch(self, batch: Sequence[Rows]) -> Launched:
+        """As `forward` for requests over the pool, without waiting for the device."""
+        return self._packed.launch(
             [
-                rows.sequence.rows(rows.positions)
+                NextTokens(rows.sequence, rows.ids, rows.positions, rows.wanted)
                 for rows in batch
                 if isinstance(rows.sequence, PagedSequence)
             ]
         )
+
+    def warm_up(self) -> None:
+        """Do what makes later passes faster, where there is something; may take a minute."""
+        self._packed.warm_up()

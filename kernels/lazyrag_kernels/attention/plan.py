@@ -168,7 +168,7 @@ class Planner:
         every = torch.cat(live_positions).numpy() if live_positions else none()
         node_count = np.array([column.shape[0] for column in nodes], np.int64)
         page_count = np.array([column.shape[0] for column in pages], np.int64)
-        node_request = np.repeat(np.arange(count), node_count)
+        node_request = np.arange(count).repeat(node_count)
         table = concatenate(nodes, RUN_FIELDS + 1)
         table[:, Run.PAGES] += before(page_count)[node_request]
         live_table = np.zeros((count, RUN_FIELDS), np.int64)
@@ -187,7 +187,7 @@ class Planner:
             nodes=table[:, :RUN_FIELDS],
             live=live_table,
             pages=np.concatenate([*pages, np.array(live_pages, np.int64)]),
-            positions=every[np.repeat(before(lengths) + first_slot, rows) + ranges(rows)],
+            positions=every[(before(lengths) + first_slot).repeat(rows) + ranges(rows)],
             live_positions=every if with_positions else none(),
         )
         self._check_distances(gathered)
@@ -219,11 +219,12 @@ class Planner:
         if not joined.any():
             return walking
         shared = self._joined_units(gathered, joined)
+        least = int(shared.tile_class.max())  # few rows go along with many: one launch less
         return Units(
             *(
                 np.concatenate((ours, theirs))
                 for ours, theirs in (
-                    (shared.tile_class, walking.tile_class),
+                    (shared.tile_class.clip(least), walking.tile_class.clip(least)),
                     (shared.walking, walking.walking),
                     (shared.scaled, walking.scaled),
                     (shared.entries, walking.entries),
@@ -268,14 +269,14 @@ class Planner:
         request = gathered.node_request[uses]
         rows = gathered.rows[request]
         within = ranges(rows)
-        use = np.repeat(np.arange(len(uses)), rows)
+        use = np.arange(len(uses)).repeat(rows)
         name = gathered.node[uses]
         is_first = np.concatenate(([True], name[1:] != name[:-1]))
         node = np.cumsum(is_first) - 1  # [uses]
         at_node = np.bincount(node, weights=rows).astype(np.int64)  # rows a node
         tile_rows = self._joined_class.rows // self.heads.group
         tiles = -(-at_node // tile_rows)
-        entries = np.minimum(tile_rows, np.repeat(at_node, tiles) - ranges(tiles) * tile_rows)
+        entries = np.minimum(tile_rows, at_node.repeat(tiles) - ranges(tiles) * tile_rows)
         node_rows = gathered.nodes[uses][is_first].copy()
         node_rows[:, Run.BASE] = 0
         node_rows[:, Run.RANK] = 0
@@ -313,11 +314,11 @@ class Planner:
 
         tile_tokens = heights[of_request] // group
         tiles = -(-gathered.rows // tile_tokens)
-        request = np.repeat(np.arange(requests), tiles)
+        request = np.arange(requests).repeat(tiles)
         first_row = ranges(tiles) * tile_tokens[request]
         entries = np.minimum(tile_tokens[request], gathered.rows[request] - first_row)
         pairs = segment_count[request]
-        tile = np.repeat(np.arange(len(request)), pairs)
+        tile = np.arange(len(request)).repeat(pairs)
         runs = segments[before(segment_count)[request][tile] + ranges(pairs)]
         end_row = (first_row + entries)[tile]
         causal = runs[:, Run.CAUSAL] == 1
@@ -325,7 +326,7 @@ class Planner:
         runs[:, Run.STOP] = np.where(
             causal, end_row - rank, np.where(rank < end_row, runs[:, Run.STOP], 0)
         )
-        token = np.repeat(gathered.first_token[request] + first_row, entries) + ranges(entries)
+        token = (gathered.first_token[request] + first_row).repeat(entries) + ranges(entries)
         if window is not None:
             lowest = np.minimum.reduceat(gathered.positions[token], before(entries))
             self._skip_hidden(runs, tile, lowest - window, gathered, of_request[request])
@@ -339,8 +340,8 @@ class Planner:
         of_unit = tile[opens]
         unit_entries = entries[of_unit]
         within = ranges(unit_entries)
-        rank = np.repeat(first_row[of_unit], unit_entries) + within
-        token = np.repeat(gathered.first_token[request[of_unit]], unit_entries) + rank
+        rank = first_row[of_unit].repeat(unit_entries) + within
+        token = (gathered.first_token[request[of_unit]]).repeat(unit_entries) + rank
         return Units(
             tile_class=of_request[request[of_unit]],
             walking=np.ones(len(of_unit), np.int64),
