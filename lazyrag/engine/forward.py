@@ -111,7 +111,8 @@ def run(
     """Logits fp32 [len(wanted), vocab] of some rows of a pass."""
     tokens = torch.tensor([ids], dtype=torch.int64, device=model.device)
     hidden = seam.hidden_states(model.model, tokens, step)[0]
-    return seam.logits(model.model, hidden[torch.tensor(wanted, device=hidden.device)])
+    index = torch.tensor(wanted, dtype=torch.int64, device=hidden.device)
+    return seam.logits(model.model, hidden[index])
 
 
 def packed_forward(model: LoadedModel, attention: PagedAttention) -> Forward:

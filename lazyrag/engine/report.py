@@ -20,6 +20,7 @@ class Tier(StrEnum):
     """Where a node's KV was when the request came."""
 
     DEVICE = "device"
+    HOST = "host"
     DISK = "disk"
     NONE = "none"
 
@@ -41,6 +42,8 @@ class Reason(StrEnum):
     """The node was ingested, its file is gone."""
     UNREADABLE = "unreadable"
     """The store could not be read just now."""
+    FASTER = "faster"
+    """By this machine's measured speeds, computing it took less time than reading it."""
     NOT_STORED = "not stored"
     """The text was given as a node and had never been ingested."""
     LAST_TOKEN = "last token"
@@ -83,8 +86,10 @@ class NodeReport:
 class ReuseReport:
     """Counts are tokens, sizes bytes, times seconds; ``version`` changes with a field's meaning.
 
-    ``tokens_computed`` counts what went through the model before the first token; a node that
-    stands twice in a prompt is reused twice, but computed once.
+    ``tokens_reused`` counts tokens of nodes, ``live_tokens_reused`` those of live text that an
+    earlier request had computed behind exactly the same. ``tokens_computed`` counts what went
+    through the model before the first token; a node that stands twice in a prompt is reused twice,
+    but computed once.
 
     Times are those spent in the engine: what a reader of a stream does between pieces is not in
     them. ``warnings`` are sentences on what could not be used (the store's index, say).
@@ -94,6 +99,7 @@ class ReuseReport:
     nodes: list[NodeReport] = field(default_factory=list)
     prompt_tokens: int = 0
     tokens_reused: int = 0
+    live_tokens_reused: int = 0
     tokens_computed: int = 0
     bytes_by_tier: dict[Tier, int] = field(default_factory=dict)
     recognise_s: float = 0.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from lazyrag.engine.constraint import Constraint
 from lazyrag.engine.report import NodeReport, NodeStatus, Origin, Reason, ReuseReport, Tier
-from lazyrag.errors import RequestError
+from lazyrag.errors import RequestError, RequestTimeoutError
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.read import NearNode, ReadPrompt
 from lazyrag.prompt.segments import NodeRun, PlacedPrompt, Run, as_live, end_live, place
@@ -87,10 +87,10 @@ class Request:
         """Called between forward passes.
 
         Raises:
-            RequestError: the request has taken longer than it may.
+            RequestTimeoutError: the request has taken longer than it may.
         """
         if self.deadline is not None and time.perf_counter() > self.deadline:
-            raise RequestError(
+            raise RequestTimeoutError(
                 f"the request took longer than its timeout of {self.options.timeout_s:g} s and was "
                 "stopped. Allow more time, retrieve less, or ask for fewer new tokens."
             )
@@ -101,16 +101,18 @@ class Request:
         ids = [id for node in self.prompt.nodes for id in node.run.ids[: node.run.used]]
         return ids + list(self.prompt.live_ids)
 
-    def report(self, origins: Mapping[NodeKey, Origin]) -> ReuseReport:
+    def report(self, origins: Mapping[NodeKey, Origin], live_reused: int = 0) -> ReuseReport:
         """The report as far as it is known before decoding.
 
         Args:
             origins: of every reused node; empty with ``quality="full"``.
+            live_reused: leading live tokens that were computed before.
         """
         report = ReuseReport(quality=self.options.quality, recognise_s=self.recognise_s)
         report.warnings = list(self.warnings)
         report.prompt_tokens = self.prompt.tokens
-        report.tokens_computed = len(self.prompt.live_ids)
+        report.live_tokens_reused = live_reused
+        report.tokens_computed = len(self.prompt.live_ids) - live_reused
         bytes_read: Counter[Tier] = Counter()
         counted: set[NodeKey] = set()
         for run, offset in self.known:

@@ -12,6 +12,7 @@ from lazyrag_kernels.kv_write import write_kv
 from lazyrag_kernels.rope import Rotary, cos_sin
 from torch import Tensor
 
+from lazyrag.engine.live import LiveKey, LiveNames
 from lazyrag.engine.pool import PagePool
 from lazyrag.model.geometry import Geometry
 
@@ -27,7 +28,17 @@ class SeenNode:
 
 
 class PagedSequence:
-    """A request over the pool: nodes shared with others, live pages of its own."""
+    """A request over the pool: nodes and leading live pages shared with others, the rest its own.
+
+    Args:
+        pool: holds them all.
+        nodes: what the prompt sees, in order.
+        live_pages: of all live text, the shared ones first.
+        live_capacity: most live tokens.
+        names: names the live pages from the first one that is not shared; None = others get none.
+        shared: how many leading pages were computed by earlier requests.
+        positions: of the tokens in those.
+    """
 
     def __init__(
         self,
@@ -35,15 +46,25 @@ class PagedSequence:
         nodes: Sequence[SeenNode],
         live_pages: Pages,
         live_capacity: int,
+        names: LiveNames | None = None,
+        shared: int = 0,
+        positions: Sequence[int] = (),
     ) -> None:
+        self._pool = pool
         self._nodes = nodes
         self._seen = tuple(NodeSpan(n.pages, n.length, n.offset) for n in nodes)
         self._last_first_row = max((node.first_row for node in nodes), default=0)
+        self._names = names
+        self._full_pages = shared
+        self._published: list[LiveKey] = []
+        self._own = list(live_pages[shared:])
         self.live_pages = live_pages
+        self.reused = len(positions)
         self._positions = torch.empty(live_capacity, dtype=torch.int64)
         self._where = self._positions.numpy()  # the same memory
+        self._where[: self.reused] = positions
         self._slots = _host_slots(live_pages, live_capacity, pool.page_size)
-        self._length = 0
+        self._length = self.reused
 
     def rows(self, positions: Sequence[int]) -> tuple[RequestRows, Tensor]:
         """The next ``len(positions)`` live tokens as query rows, and their slots (on the host)."""
@@ -62,6 +83,25 @@ class PagedSequence:
         """Count one more live token, in a pass that needs no new plan."""
         self._where[self._length] = position
         self._length += 1
+
+    def computed(self, ids: Sequence[int], positions: Sequence[int]) -> None:
+        """Live tokens were computed: full pages of them serve later requests as well.
+
+        That is no use yet. Until it is used again, a page stays in free room only.
+        """
+        for name in self._names.extend(ids, positions) if self._names is not None else ():
+            page = self.live_pages[self._full_pages]
+            self._full_pages += 1
+            if name not in self._pool:
+                self._pool.admit(name, (page,), self._pool.page_size)
+                self._published.append(name)
+                self._own.remove(page)
+
+    def release(self) -> None:
+        """Give the request's own pages back; what serves others is only left."""
+        self._pool.release(tuple(self._own))
+        for name in reversed(self._published):  # the first pages serve the most requests
+            self._pool.leave(name)
 
 
 def _host_slots(pages: Pages, count: int, page_size: int) -> Tensor:
