@@ -6,7 +6,7 @@ import csv
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ def write_csv(rows: Sequence[Any], path: Path) -> None:
     """
     made = {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        **{name: version(name) for name in ("torch", "triton", "transformers", "lazyrag")},
+        **{name: _version(name) for name in ("torch", "triton", "transformers", "lazyrag")},
         "date": datetime.now(UTC).date().isoformat(),
     }
     with path.open("w", newline="") as file:
@@ -33,3 +33,10 @@ def write_csv(rows: Sequence[Any], path: Path) -> None:
                 for name, value in asdict(row).items()
             }
             table.writerow({**numbers, **made})
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
