@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,11 +9,12 @@ import torch
 from torch import Tensor
 
 from lazyrag.engine.attention import paged_attention
+from lazyrag.engine.compute import NodeComputer, reason_of
 from lazyrag.engine.fetch import Fetcher
 from lazyrag.engine.forward import Launched, NextTokens, packed_forward, run
 from lazyrag.engine.live import LiveKey, LiveNames, reusable_names
 from lazyrag.engine.materialized import MaterializedSequence
-from lazyrag.engine.nodes import NodeComputer, NodePlacer, Placed, reason_of
+from lazyrag.engine.nodes import NodePlacer, Placed
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.report import Origin, Tier
 from lazyrag.engine.request import Request
@@ -146,18 +146,17 @@ class Runner:
         if request.options.quality is Quality.MATERIALIZED:
             return
         for node in request.prompt.nodes:
-            self._placer.ahead(node.run)
+            if not self._placer.ahead(node.run):
+                return
 
     def rest(self) -> None:
         """Nothing runs or waits: give up what was read for requests that left."""
         self._fetcher.rest()
 
     def drop(self, keys: Iterable[NodeKey]) -> None:
-        """Forget nodes that are in memory and not in use."""
-        self._fetcher.flush()  # what is being stored was perhaps released
+        """Forget nodes: those in use stay until their requests have ended."""
         for key in keys:
-            self.pool.drop(key)
-            self._fetcher.forget(key)
+            self._placer.forget(key)
             self._raw.pop(key, None)
 
     def begin(self, request: Request) -> Started | None:
@@ -166,23 +165,34 @@ class Runner:
             return self._begin_materialized(request)
         prompt, pool = request.prompt, self.pool
         capacity = len(prompt.live_ids) + request.new_tokens
-        runs = (node.run for node in prompt.nodes)
-        placed = self._placer.acquire(runs, self._reusable(prompt), capacity)
+        placed = self._placer.acquire(
+            [node.run for node in prompt.nodes],
+            self._reusable(prompt),
+            capacity,
+            request.options.priority,
+        )
         if placed is None:
             return None
+        try:
+            return Started(self._sequence(prompt, placed, capacity), placed)
+        except BaseException:
+            pool.release(placed.own_pages)
+            self._placer.leave(placed)
+            raise
+
+    def _sequence(self, prompt: PlacedPrompt, placed: Placed, capacity: int) -> PagedSequence:
         nodes = [
             SeenNode(placed.nodes[node.run.key].pages, node.run.used, node.offset, node.first_row)
             for node in prompt.nodes
         ]
+        names = LiveNames(prompt.nodes, self.pool.page_size) if self._reuse_live else None
         shared = len(placed.live_names)
-        reused = shared * pool.page_size
-        names = LiveNames(prompt.nodes, pool.page_size) if self._reuse_live else None
-        sequence = PagedSequence(
-            pool, nodes, placed.live_pages, capacity, names, shared, prompt.live_positions[:reused]
-        )
+        positions = prompt.live_positions[: shared * self.pool.page_size]
         if names is not None:
-            names.extend(prompt.live_ids[:reused], prompt.live_positions[:reused])
-        return Started(sequence, placed)
+            names.extend(prompt.live_ids[: len(positions)], positions)
+        return PagedSequence(
+            self.pool, nodes, placed.live_pages, capacity, names, shared, positions
+        )
 
     def _reusable(self, prompt: PlacedPrompt) -> Sequence[LiveKey]:
         if not self._reuse_live:
@@ -207,31 +217,12 @@ class Runner:
 
     def wait_for_sent(self) -> bool:
         """Wait for a node that is on its way to the device; False when there is none."""
-        if not self._placer.sending:
-            return False
-        self._placer.wait_for_sent()
-        return True
+        return self._placer.wait_for_sent()
 
-    def pin(self, runs: Sequence[NodeRun]) -> None:
-        """Bring nodes and hold them until `unpin`; a pin counts as one more user.
-
-        Raises:
-            RequestError: no room for them; nothing was pinned.
-        """
-        placed = self._placer.acquire(runs, (), 0)
-        if placed is None:
-            tokens = sum(len(run.ids) for run in runs)
-            raise RequestError(
-                f"no room to pin nodes of {tokens:,} tokens: the pool holds "
-                f"{self.pool.capacity:,} tokens, {self.pool.pinned_pages * self.pool.page_size:,} "
-                "of them pinned, and others are in use."
-            )
-        try:
-            self.settle(placed)
-        except BaseException:
-            self._placer.leave(placed)
-            raise
-        for key in placed.nodes:
+    def pin(self, started: Started) -> None:
+        """Keep a request's nodes in the pool until `unpin`; a pin counts as one more user."""
+        for key in started.placed.nodes:
+            self.pool.acquire(key)
             self.pool.pin(key)
 
     def unpin(self, keys: Iterable[NodeKey]) -> None:
@@ -247,19 +238,6 @@ class Runner:
         for key in chosen:
             self.pool.unpin(key)
             self.pool.leave(key)
-
-    def settle(self, placed: Placed) -> None:
-        """Return when every node is in place; nothing else runs meanwhile.
-
-        Raises:
-            Exception: why one cannot be had.
-        """
-        while not placed.ready:
-            if placed.error is not None:
-                raise placed.error
-            if self.place(math.inf) or self.compute_next() or self.wait_for_sent():
-                continue
-            self._placer.wait_for_read()
 
     def _begin_materialized(self, request: Request) -> Started:
         origins: dict[NodeKey, Origin] = {}
@@ -288,8 +266,8 @@ class Runner:
         outcome = self._fetcher.load(run)
         if isinstance(outcome, StoredKV):
             return outcome, Origin(Tier.DISK, outcome.nbytes)
-        kv, stored = self._computer.compute(run)
-        stored.result()
+        kv, write = self._computer.compute(run)
+        write.done.result()
         return kv, Origin(Tier.NONE, 0, reason_of(outcome, run.source))
 
     @torch.inference_mode()
