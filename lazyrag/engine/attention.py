@@ -79,6 +79,7 @@ class TritonAttention:
         self._layers = geometry.layers
         self._launches = TritonStep(heads, pool.page_size, MAX_ROWS, pool.k.dtype, pool.k.device)
         self._planner = self._launches.planner()
+        self._loads = 0
         self._windows = sorted({spec.window for spec in self._layers}, key=lambda one: one or 0)
 
     @property
@@ -130,23 +131,39 @@ class TritonAttention:
             self._planner.plan(batch, window, padded_rows=padded_rows) for window in self._windows
         ]
 
+    def fits(self, plans: Sequence[Plan]) -> bool:
+        """Whether captured passes can read plans of this size."""
+        return all(self._launches.fits(plan) for plan in plans)
+
     def load(
         self, plans: Sequence[Plan], slots: Tensor, positions: Tensor, *, fixed: bool = False
-    ) -> None:
+    ) -> int:
         """Make ready for `attend`.
 
         Args:
             plans: of `plan`.
             slots, positions: int32 or int64 [tokens], on the device; a negative slot is padding.
             fixed: into the tables of captured passes.
+
+        Returns:
+            A number for `advance`.
         """
         for plan in plans:
             self._launches.load(plan, fixed=fixed)
         self._slots, self._positions = slots, positions
+        self._loads += 1
+        return self._loads
 
-    def advance(self) -> bool:
-        """Bring the loaded plans to the next token of the same requests; False: plan anew."""
-        return self._launches.advance()
+    def advance(self, loaded: int) -> bool:
+        """Bring plans to the next token of the same requests.
+
+        Args:
+            loaded: what `load` returned for them.
+
+        Returns:
+            False: others were loaded since, or they do not reach that far; plan anew.
+        """
+        return loaded == self._loads and self._launches.advance()
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Triton launches on the current GPU, whatever its arguments are on."""

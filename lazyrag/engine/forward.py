@@ -30,7 +30,7 @@ class NextTokens:
         ids: the tokens; None = one, the likeliest after the last row of this request in the pass
             before, which need not have been fetched from the device.
         positions: of the tokens.
-        wanted: of how many last tokens the logits are wanted.
+        wanted: of how many last tokens the logits are wanted, 0 or more.
     """
 
     sequence: PagedSequence
@@ -141,10 +141,11 @@ def wanted_rows(batch: Sequence[NextTokens]) -> list[int]:
 
 
 def last_rows(batch: Sequence[NextTokens]) -> dict[PagedSequence, int]:
-    """Of each request the last row among the logits."""
+    """Of each request whose logits are wanted the last row among them."""
     rows: dict[PagedSequence, int] = {}
     end = 0
     for one in batch:
         end += one.wanted
-        rows[one.sequence] = end - 1
+        if one.wanted:
+            rows[one.sequence] = end - 1
     return rows

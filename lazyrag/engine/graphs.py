@@ -39,6 +39,9 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 CAPTURED_AT = 2
 """How often a kind of pass must have come to be captured, which takes as long as some passes."""
 
+CHOICE_PARTS = 64
+"""Parts of the vocabulary in which the likeliest id is looked for."""
+
 WARM_TOKENS = 4096
 """Keys that every request sees in the passes that are captured ahead."""
 
@@ -93,23 +96,21 @@ class GraphForward:
         self._before: dict[PagedSequence, int] = {}  # rows of the choice
         self._steady: list[tuple[PagedSequence, int]] = []  # requests that decode, and positions
         self._key: Hashable = None
+        self._loaded = 0  # number of the plans in the attention
+        self._packed: list[tuple[RequestRows, Tensor]] = []  # rows of this pass, and their slots
 
     def launch(self, batch: Sequence[NextTokens]) -> GraphLaunched:
         """See `lazyrag.engine.forward.Forward`."""
         rows = sum(len(one.positions) for one in batch)
         wanted = sum(one.wanted for one in batch)
         with self._on_device():
-            if rows > BUCKETS[-1]:
-                self._steady = []
-                logits = self._run_long(batch, rows, wanted)
-            else:
-                bucket = bucket_of(rows)
-                if not self._advance(batch, bucket):
-                    self._load(batch, bucket)
-                self._perform(self._key, partial(self._run_decoder, bucket))
+            if self._advance(batch, rows) or self._load(batch, rows):
+                self._perform(self._key, partial(self._run_decoder, bucket_of(rows)))
                 most = bucket_of(wanted)
                 logits = self._perform(most, partial(self._run_head, most))[:wanted]
                 self._choice = self._head_choice
+            else:
+                logits = self._run_long(batch, rows, wanted)
             self._before = last_rows(batch)
             return GraphLaunched(logits, self._choice[:, :wanted])
 
@@ -154,14 +155,18 @@ class GraphForward:
 
     # what a pass consists of
 
-    def _advance(self, batch: Sequence[NextTokens], bucket: int) -> bool:
+    def _advance(self, batch: Sequence[NextTokens], count: int) -> bool:
         """Bring inputs and plans of the pass before to the next token of the same requests."""
-        if [(one.sequence, *one.positions) for one in batch] != [
-            (sequence, position + 1) for sequence, position in self._steady
-        ] or not self._attention.advance():
+        if (
+            count != len(self._steady)
+            or [(one.sequence, *one.positions) for one in batch]
+            != [(sequence, position + 1) for sequence, position in self._steady]
+            or not self._attention.advance(self._loaded)
+        ):
             return False
         self._steady = [(one.sequence, one.positions[0]) for one in batch]
-        inputs, count = self._inputs[: 5 * bucket].view(5, bucket), len(batch)
+        bucket = bucket_of(count)
+        inputs = self._inputs[: 5 * bucket].view(5, bucket)
         inputs[2:4, :count] += 1
         for one in batch:
             one.sequence.extend(one.positions[0])
@@ -172,21 +177,31 @@ class GraphForward:
             self._take_likeliest(batch, inputs)
         return True
 
-    def _load(self, batch: Sequence[NextTokens], bucket: int) -> None:
-        """Plan a pass and bring it to the device."""
-        rows = [one.sequence.rows(one.positions) for one in batch]
-        send((_pack(batch, self._before, [slots for _, slots in rows], bucket),), self._inputs)
-        inputs = self._inputs[: 5 * bucket].view(5, bucket)
-        self._take_likeliest(batch, inputs)
-        self._place([request for request, _ in rows], bucket)
-        lone = all(len(one.positions) == one.wanted == 1 for one in batch)
-        self._steady = [(one.sequence, one.positions[0]) for one in batch] if lone else []
+    def _load(self, batch: Sequence[NextTokens], count: int) -> bool:
+        """Plan a pass and bring it to the device; False: it is none that is captured."""
+        self._packed = [one.sequence.rows(one.positions) for one in batch]
+        self._steady = []
+        if count > BUCKETS[-1]:
+            return False
+        bucket = bucket_of(count)
+        if not self._place([request for request, _ in self._packed], bucket):
+            return False
+        slots = [slots for _, slots in self._packed]
+        send((_pack(batch, self._before, slots, bucket),), self._inputs)
+        self._take_likeliest(batch, self._inputs[: 5 * bucket].view(5, bucket))
+        if all(len(one.positions) == one.wanted == 1 for one in batch):
+            self._steady = [(one.sequence, one.positions[0]) for one in batch]
+        return True
 
-    def _place(self, requests: Sequence[RequestRows], bucket: int) -> None:
+    def _place(self, requests: Sequence[RequestRows], bucket: int) -> bool:
+        """Load the plan of a captured pass; False: it is larger than captured passes can read."""
         plans = self._attention.plan(requests, bucket)
+        if not self._attention.fits(plans):
+            return False
         inputs = self._inputs[: 5 * bucket].view(5, bucket)
-        self._attention.load(plans, inputs[2], inputs[3], fixed=True)
+        self._loaded = self._attention.load(plans, inputs[2], inputs[3], fixed=True)
         self._key = (bucket, *(plan.launches for plan in plans))
+        return True
 
     def _take_likeliest(self, batch: Sequence[NextTokens], inputs: Tensor) -> None:
         """Fill in the ids that are known on the device only."""
@@ -205,7 +220,8 @@ class GraphForward:
         return logits
 
     def _run_long(self, batch: Sequence[NextTokens], rows: int, wanted: int) -> Tensor:
-        packed = [one.sequence.rows(one.positions) for one in batch]
+        """As it is; of the rows that `_load` has made."""
+        packed = self._packed
         inputs = torch.empty(5, rows, dtype=torch.int32, device=self._device)
         send((_pack(batch, self._before, [slots for _, slots in packed], rows),), inputs.view(-1))
         self._take_likeliest(batch, inputs)
@@ -281,8 +297,13 @@ def bucket_of(rows: int) -> int:
 
 
 def _choose(logits: Tensor) -> Tensor:
-    """int32 [2, rows]: the likeliest ids, and the bits of their logits."""
-    top, ids = logits.max(dim=-1)
+    """int32 [2, rows]: the likeliest ids, of equals the lowest, and the bits of their logits."""
+    rows, vocab = logits.shape
+    parts = CHOICE_PARTS if vocab % CHOICE_PARTS == 0 else 1  # one row alone is one program's work
+    tops, inside = logits.view(rows, parts, -1).max(dim=-1)
+    top, part = tops.max(dim=-1, keepdim=True)
+    ids = (part * (vocab // parts) + inside.gather(1, part))[:, 0]
+    top = top[:, 0].contiguous()
     return torch.stack((ids.int(), top.view(torch.int32)))
 
 

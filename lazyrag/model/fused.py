@@ -25,6 +25,9 @@ from lazyrag.model.seam import AttentionStep
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linear layers of one module that read the same input, in the order they are called."""
 
+STREAMED_SHARED_MEMORY = 140_000
+"""Bytes that a program of our linear layers needs."""
+
 RECOMPILE_LIMIT = 256
 """Variants of compiled code in one process."""
 
@@ -45,6 +48,10 @@ class FusedDecoder:
         for module in list(self._decoder.modules()):
             for names in SIBLINGS:
                 _join(module, names)
+        for module in list(self._decoder.modules()):
+            for name, child in list(module.named_children()):
+                if _streams(child):
+                    setattr(module, name, _Streamed(child.weight))
         for index, layer in enumerate(self._decoder.layers):
             # A number would be compiled into the code, once a layer; this one is an input.
             layer.self_attn.layer_idx = torch.tensor(index)
@@ -119,6 +126,36 @@ class _Part(nn.Module):
         return part
 
 
+class _Streamed(nn.Module):
+    """A linear layer of few outputs, whose launch depends on the number of tokens."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.arrived = torch.zeros(weight.shape[0], dtype=torch.int32, device=weight.device)
+
+    def forward(self, given: Tensor) -> Tensor:
+        result: Tensor = streamed_linear(given, self.weight, self.arrived)
+        return result
+
+
+def _streams(module: nn.Module) -> bool:
+    """Whether a linear layer may have a launch of our own for few tokens."""
+    if type(module) is not nn.Linear or module.bias is not None:
+        return False
+    weight = module.weight
+    if type(weight.data) is not Tensor or weight.device.type != "cuda":
+        return False
+    from lazyrag_kernels.linear import triton as narrow
+
+    properties = torch.cuda.get_device_properties(weight.device)
+    return (
+        properties.shared_memory_per_block_optin >= STREAMED_SHARED_MEMORY
+        and narrow.fits(weight)
+        and narrow.pays(1, weight, properties.multi_processor_count)
+    )
+
+
 def _join(module: nn.Module, names: tuple[str, ...]) -> None:
     linears = [getattr(module, name, None) for name in names]
     if not all(type(one) is nn.Linear for one in linears):
@@ -183,3 +220,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: Tensor) -> Tensor:
 def _(q: Tensor, k: Tensor, v: Tensor, layer: Tensor) -> Tensor:
     sequences, heads, tokens, dim = q.shape
     return q.new_empty(sequences, tokens, heads, dim)
+
+
+@torch.library.custom_op("lazyrag::streamed_linear", mutates_args=())
+def streamed_linear(x: Tensor, weight: Tensor, arrived: Tensor) -> Tensor:
+    """A linear layer without bias, see `lazyrag_kernels.linear`; x is [..., inputs]."""
+    from lazyrag_kernels.linear import triton as narrow
+
+    tokens = x.numel() // x.shape[-1]
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    if not narrow.pays(tokens, weight, processors):
+        return nn.functional.linear(x, weight)
+    flat = x.reshape(tokens, x.shape[-1]).contiguous()
+    return narrow.linear(flat, weight, arrived).view(*x.shape[:-1], weight.shape[0])
+
+
+@streamed_linear.register_fake
+def _(x: Tensor, weight: Tensor, arrived: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lazyrag_kernels.attention.step import TritonStep
 
 from lazyrag import Engine, Live, Node
 from lazyrag.bench.modes import (
@@ -25,6 +26,7 @@ from lazyrag.bench.modes import (
 from lazyrag.bench.shape import random_model
 from lazyrag.engine.forward import EagerForward, NextTokens
 from lazyrag.engine.sequence import PagedSequence, SeenNode
+from lazyrag.model.fused import FusedDecoder
 from tests.support.close import assert_close, rms_ratio
 from tests.support.tiny import save_tiny
 
@@ -33,14 +35,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 SHAPE: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 300,
-    "hidden_size": 128,
-    "intermediate_size": 192,
+    "hidden_size": 256,
+    "intermediate_size": 512,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
     "max_position_embeddings": 8192,
-    "initializer_range": 0.15,
+    "initializer_range": 0.1,
 }
 TEXTS = [
     " ".join(f"Line {row} of text {n} counts {row * n} ships." for row in range(9 + n))
@@ -135,7 +137,7 @@ def test_logits_of_mixed_passes(dtype: torch.dtype, most: float, window: int | N
                 continue
             logits = []
             ids = {n: [rng.randrange(300) for _ in range(count)] for n, count in counts.items()}
-            wanted = {n: rng.randrange(1, count + 1) for n, count in counts.items()}
+            wanted = {n: rng.randrange(count + 1) for n, count in counts.items()}
             for which, forward in enumerate(forwards):
                 batch = [
                     NextTokens(
@@ -149,7 +151,10 @@ def test_logits_of_mixed_passes(dtype: torch.dtype, most: float, window: int | N
                 logits.append(forward.launch(batch).logits.double())
             for n, count in counts.items():
                 used[n] = [used[n][0] + count, used[n][1] + count]
-            assert_close(f"step {step}", logits[1], logits[0], most)
+            # Two forward passes take turns over one attention: neither advances the other's plans.
+            if len(logits[0]):
+                assert_close(f"step {step}", logits[1], logits[0], most)
+            assert len(logits[0]) == len(logits[1]) == sum(wanted.values())
 
 
 def test_other_positions_would_be_seen(bed: Bed) -> None:
@@ -210,11 +215,21 @@ def test_without_captures_and_compiler_the_answers_are_the_same(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no such thing here")
 
+    compile_layers = FusedDecoder.compile
     monkeypatch.setattr(torch.cuda, "graph", fail)
-    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", fail)
+    monkeypatch.setattr(FusedDecoder, "compile", lambda self: compile_layers(self, fail))
     other.forward.warm_up()
     assert answer(other, Lazy(other), ORDERS, 12) == expected
     assert not other.forward._graphs  # type: ignore[attr-defined]
+
+
+def test_plans_too_large_for_captured_passes_run_as_they_are(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answer(bed, Lazy(bed), ORDERS, 12)
+    monkeypatch.setattr(TritonStep, "fits", lambda self, plan: plan.rows < 4)
+    assert answer(bed, Lazy(bed), ORDERS, 12) == expected
+    assert answer(bed, Lazy(bed), ORDERS[:3], 12) == expected[:3]
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ from lazyrag_kernels.attention.columns import (
     ranges,
 )
 from lazyrag_kernels.attention.cut import cut
+from lazyrag_kernels.attention.lone import lone_plan
 from lazyrag_kernels.attention.pack import pack
 from lazyrag_kernels.attention.table import (
     RUN_FIELDS,
@@ -117,6 +118,10 @@ class Planner:
         if tokens > rows:
             raise PlanError(f"{tokens} query rows do not fit a launch of {rows}")
         capacity = self.workspace_bytes // self.heads.partial_bytes
+        if len(gathered.rows) == 1 and tokens > 1 and window is None and not positions:
+            lone = self._lone_plan(gathered, rows)
+            if lone is not None and lone.partials <= capacity:
+                return lone
         # The workspace is kept by longer shares first, then by not joining.
         for join in (True, False) if self.join and window is None else (False,):
             units = self._units(gathered, window, join)
@@ -130,6 +135,20 @@ class Planner:
         raise PlanError(
             f"{plan.partials} partial results of {self.heads.partial_bytes} bytes exceed the "
             f"workspace of {self.workspace_bytes} bytes; prefill fewer rows in one step"
+        )
+
+    def _lone_plan(self, gathered: Gathered, rows: int) -> Plan | None:
+        segments = np.concatenate((gathered.nodes, gathered.live))
+        if gathered.lse_scale[0] != 1.0 or (segments[:, Run.SCALE] != float_bits(1.0)).any():
+            return None
+        return lone_plan(
+            segments,
+            gathered.pages,
+            gathered.positions,
+            self.heads,
+            self.classes,
+            self.page_size,
+            rows,
         )
 
     def _gather(self, batch: Batch, with_positions: bool) -> Gathered:

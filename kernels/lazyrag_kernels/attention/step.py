@@ -141,6 +141,10 @@ class TritonStep:
             join=join,
         )
 
+    def fits(self, plan: Plan) -> bool:
+        """Whether a plan can be loaded ``fixed``."""
+        return plan.table.size + plan.growing.size <= self._table_ints
+
     def load(self, plan: Plan, *, fixed: bool = False) -> None:
         """Bring a plan to the device, in place of the last one for the same window.
 
