@@ -913,3 +913,11 @@ def test_a_closed_engine_starts_no_threads(open_engine: OpenEngine):
     with pytest.raises(RequestError, match="closed"):
         stream.read()
     assert not any("lazyrag-read" in thread.name for thread in threading.enumerate())
+
+
+def test_warming_up_changes_no_answer(open_engine: OpenEngine):
+    engine = open_engine()
+    expected = engine.generate(prompt(1, 2), max_new_tokens=6).token_ids
+    engine.warm_up()
+    assert engine.generate(prompt(1, 2), max_new_tokens=6).token_ids == expected
+    check_all_back(engine)
