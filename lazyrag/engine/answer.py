@@ -11,17 +11,20 @@ from concurrent.futures import CancelledError
 import torch
 from torch import Tensor
 
-from lazyrag.engine.generation import Deliver, FinishReason, Generation, Outcome, Scores
+from lazyrag.engine.generation import Deliver, FinishReason, Generation, Outcome, Pinned, Scores
 from lazyrag.engine.metrics import Metrics
 from lazyrag.engine.metrics import Outcome as Ending
 from lazyrag.engine.report import NodeStatus, Reason, ReuseReport
 from lazyrag.engine.request import Request
-from lazyrag.engine.runner import Rows, Started
+from lazyrag.engine.runner import Rows, Runner, Started
 from lazyrag.engine.sampling import Sampler
 from lazyrag.engine.text_stream import TextStream
 from lazyrag.errors import EngineBusyError, RequestError, RequestTimeoutError
 from lazyrag.model.load import LoadedModel
 from lazyrag.types import Quality
+
+MAX_WANTED = 128
+"""Tokens of a given answer that one pass scores, at most."""
 
 _CHOSEN = (Reason.LAST_TOKEN, Reason.FASTER)
 """Reasons of nodes that are computed although their KV could be had."""
@@ -58,8 +61,11 @@ class Task(ABC):
         self.started = started
         self._admitted = time.perf_counter()
 
-    def begin(self) -> None:
+    def begin(self) -> Outcome | None:
         """Its nodes are in place.
+
+        Returns:
+            The outcome if that is all it wanted.
 
         Raises:
             RequestError: ``strict``, and a known node had to be computed.
@@ -70,6 +76,7 @@ class Task(ABC):
         self._metrics.started(self.report, self._admitted - self._submitted)
         _check_strict(self.request, self.report)
         self.begun = True
+        return None
 
     @property
     @abstractmethod
@@ -81,11 +88,11 @@ class Task(ABC):
         """At most ``most`` tokens for the next forward pass."""
 
     @abstractmethod
-    def advance(self, logits: Tensor) -> Outcome | None:
-        """Go on from a pass.
+    def advance(self, result: int | Tensor) -> Outcome | None:
+        """Go on from a pass in which something of the rows taken last was wanted.
 
         Args:
-            logits: fp32 [wanted, vocab], of the rows taken last; called when any were wanted.
+            result: the token that their sampler has chosen, or fp32 [wanted, vocab].
 
         Returns:
             The outcome when it is complete, not delivered yet.
@@ -119,12 +126,12 @@ class Answer(Task):
         self._last = self._submitted
         self._first: float | None = None
 
-    def begin(self) -> None:
+    def begin(self) -> Outcome | None:
         """See `Task`."""
-        super().begin()
         options = self.request.options
         self._sampler = Sampler(options, self.request.ids, self.request.constraint)
         self._text = TextStream(self._model.tokenizer.decode, options.stop)
+        return super().begin()
 
     @property
     def decoding(self) -> bool:
@@ -137,15 +144,15 @@ class Answer(Task):
         sequence, prompt = self.started.sequence, self.request.prompt
         if self.decoding:
             position = prompt.next_position + len(self._token_ids) - 1
-            return Rows(sequence, self._token_ids[-1:], [position], 1)
+            return Rows(sequence, self._token_ids[-1:], [position], 1, self._sampler)
         chunk = slice(self._computed, self._computed + most)
         self._computed = min(chunk.stop, len(prompt.live_ids))
         ids, positions = prompt.live_ids[chunk], prompt.live_positions[chunk]
-        return Rows(sequence, ids, positions, int(self.decoding))
+        return Rows(sequence, ids, positions, int(self.decoding), self._sampler)
 
-    def advance(self, logits: Tensor) -> Generation | None:
-        """Choose the next token and deliver what can be shown of it; see `Task`."""
-        token = self._sampler.next(logits[0])
+    def advance(self, result: int | Tensor) -> Generation | None:
+        """Take the next token and deliver what can be shown of it; see `Task`."""
+        token = int(result)
         now = time.perf_counter()
         if self._first is None:
             self._first = now
@@ -220,17 +227,20 @@ class Scoring(Task):
         """See `Task`."""
         assert self.started is not None, "it runs"
         first, stop = self._computed, min(self._computed + most, len(self._ids))
+        if stop > self._first_wanted:  # logits of the whole vocabulary take room
+            stop = min(stop, max(first, self._first_wanted) + MAX_WANTED)
         self._computed = stop
         wanted = max(0, stop - max(first, self._first_wanted))
         ids, positions = self._ids[first:stop], self._positions[first:stop]
         return Rows(self.started.sequence, ids, positions, wanted)
 
-    def advance(self, logits: Tensor) -> Scores | None:
+    def advance(self, result: int | Tensor) -> Scores | None:
         """Look the next tokens of the answer up; see `Task`."""
-        distributions = logits.log_softmax(dim=-1)
+        assert isinstance(result, Tensor), "it has no sampler"
+        distributions = result.log_softmax(dim=-1)
         done = len(self._scores)
-        answer = self._answer[done : done + len(logits)]
-        chosen = torch.tensor(answer, device=logits.device)[:, None]
+        answer = self._answer[done : done + len(distributions)]
+        chosen = torch.tensor(answer, device=distributions.device)[:, None]
         self._scores += distributions.gather(1, chosen)[:, 0].tolist()
         if self._whole:
             self._distributions.append(distributions.cpu())
@@ -240,10 +250,47 @@ class Scoring(Task):
         return Scores(self._scores, self.report, whole)
 
 
+class Pinning(Task):
+    """Brings nodes and keeps them in the pool.
+
+    Args:
+        request: of nodes alone.
+        runner: holds them.
+        deliver: where the `Pinned` goes.
+        metrics: counts what becomes of it.
+    """
+
+    def __init__(
+        self, request: Request, runner: Runner, deliver: Deliver, metrics: Metrics
+    ) -> None:
+        super().__init__(request, deliver, metrics)
+        self._runner = runner
+
+    def begin(self) -> Outcome | None:
+        """See `Task`."""
+        super().begin()
+        assert self.started is not None, "it has its pages"
+        self._runner.pin(self.started)
+        return Pinned(self.report)
+
+    @property
+    def decoding(self) -> bool:
+        """Never: there is nothing to compute."""
+        return False
+
+    def take(self, most: int) -> Rows:
+        """Never called: it ends as it begins."""
+        raise NotImplementedError
+
+    def advance(self, result: int | Tensor) -> Outcome | None:
+        """Never called: it ends as it begins."""
+        raise NotImplementedError
+
+
 def _name_of(outcome: Outcome | BaseException) -> Ending:
     if isinstance(outcome, Generation):
         return Ending(outcome.finish_reason)
-    if isinstance(outcome, Scores):
+    if isinstance(outcome, Scores | Pinned):
         return Ending.STOP
     if isinstance(outcome, CancelledError):
         return Ending.CANCELLED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,14 +9,17 @@ import torch
 from torch import Tensor
 
 from lazyrag.engine.attention import paged_attention
+from lazyrag.engine.choose import choose
+from lazyrag.engine.compute import NodeComputer, reason_of
 from lazyrag.engine.fetch import Fetcher
-from lazyrag.engine.forward import Launched, NextTokens, packed_forward, run
+from lazyrag.engine.forward import EagerLaunched, Launched, NextTokens, packed_forward, run
 from lazyrag.engine.live import LiveKey, LiveNames, reusable_names
 from lazyrag.engine.materialized import MaterializedSequence
-from lazyrag.engine.nodes import NodeComputer, NodePlacer, Placed, reason_of
+from lazyrag.engine.nodes import NodePlacer, Placed
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.report import Origin, Tier
 from lazyrag.engine.request import Request
+from lazyrag.engine.sampling import Sampler
 from lazyrag.engine.sequence import PagedSequence, SeenNode
 from lazyrag.errors import RequestError
 from lazyrag.model.load import LoadedModel
@@ -39,12 +41,18 @@ class Rows:
         sequence: whose.
         ids, positions: of each token.
         wanted: of how many of the last tokens the logits are needed.
+        sampler: chooses what follows the last token; None = the logits themselves are wanted.
     """
 
     sequence: RunningSequence
     ids: Sequence[int]
     positions: Sequence[int]
     wanted: int
+    sampler: Sampler | None = None
+
+
+Result = int | Exception | Tensor
+"""What comes of rows: the token that was chosen, why none could be, or fp32 [wanted, vocab]."""
 
 
 class Started:
@@ -146,18 +154,17 @@ class Runner:
         if request.options.quality is Quality.MATERIALIZED:
             return
         for node in request.prompt.nodes:
-            self._placer.ahead(node.run)
+            if not self._placer.ahead(node.run):
+                return
 
     def rest(self) -> None:
         """Nothing runs or waits: give up what was read for requests that left."""
         self._fetcher.rest()
 
     def drop(self, keys: Iterable[NodeKey]) -> None:
-        """Forget nodes that are in memory and not in use."""
-        self._fetcher.flush()  # what is being stored was perhaps released
+        """Forget nodes: those in use stay until their requests have ended."""
         for key in keys:
-            self.pool.drop(key)
-            self._fetcher.forget(key)
+            self._placer.forget(key)
             self._raw.pop(key, None)
 
     def begin(self, request: Request) -> Started | None:
@@ -166,23 +173,34 @@ class Runner:
             return self._begin_materialized(request)
         prompt, pool = request.prompt, self.pool
         capacity = len(prompt.live_ids) + request.new_tokens
-        runs = (node.run for node in prompt.nodes)
-        placed = self._placer.acquire(runs, self._reusable(prompt), capacity)
+        placed = self._placer.acquire(
+            [node.run for node in prompt.nodes],
+            self._reusable(prompt),
+            capacity,
+            request.options.priority,
+        )
         if placed is None:
             return None
+        try:
+            return Started(self._sequence(prompt, placed, capacity), placed)
+        except BaseException:
+            pool.release(placed.own_pages)
+            self._placer.leave(placed)
+            raise
+
+    def _sequence(self, prompt: PlacedPrompt, placed: Placed, capacity: int) -> PagedSequence:
         nodes = [
             SeenNode(placed.nodes[node.run.key].pages, node.run.used, node.offset, node.first_row)
             for node in prompt.nodes
         ]
+        names = LiveNames(prompt.nodes, self.pool.page_size) if self._reuse_live else None
         shared = len(placed.live_names)
-        reused = shared * pool.page_size
-        names = LiveNames(prompt.nodes, pool.page_size) if self._reuse_live else None
-        sequence = PagedSequence(
-            pool, nodes, placed.live_pages, capacity, names, shared, prompt.live_positions[:reused]
-        )
+        positions = prompt.live_positions[: shared * self.pool.page_size]
         if names is not None:
-            names.extend(prompt.live_ids[:reused], prompt.live_positions[:reused])
-        return Started(sequence, placed)
+            names.extend(prompt.live_ids[: len(positions)], positions)
+        return PagedSequence(
+            self.pool, nodes, placed.live_pages, capacity, names, shared, positions
+        )
 
     def _reusable(self, prompt: PlacedPrompt) -> Sequence[LiveKey]:
         if not self._reuse_live:
@@ -207,31 +225,12 @@ class Runner:
 
     def wait_for_sent(self) -> bool:
         """Wait for a node that is on its way to the device; False when there is none."""
-        if not self._placer.sending:
-            return False
-        self._placer.wait_for_sent()
-        return True
+        return self._placer.wait_for_sent()
 
-    def pin(self, runs: Sequence[NodeRun]) -> None:
-        """Bring nodes and hold them until `unpin`; a pin counts as one more user.
-
-        Raises:
-            RequestError: no room for them; nothing was pinned.
-        """
-        placed = self._placer.acquire(runs, (), 0)
-        if placed is None:
-            tokens = sum(len(run.ids) for run in runs)
-            raise RequestError(
-                f"no room to pin nodes of {tokens:,} tokens: the pool holds "
-                f"{self.pool.capacity:,} tokens, {self.pool.pinned_pages * self.pool.page_size:,} "
-                "of them pinned, and others are in use."
-            )
-        try:
-            self.settle(placed)
-        except BaseException:
-            self._placer.leave(placed)
-            raise
-        for key in placed.nodes:
+    def pin(self, started: Started) -> None:
+        """Keep a request's nodes in the pool until `unpin`; a pin counts as one more user."""
+        for key in started.placed.nodes:
+            self.pool.acquire(key)
             self.pool.pin(key)
 
     def unpin(self, keys: Iterable[NodeKey]) -> None:
@@ -247,19 +246,6 @@ class Runner:
         for key in chosen:
             self.pool.unpin(key)
             self.pool.leave(key)
-
-    def settle(self, placed: Placed) -> None:
-        """Return when every node is in place; nothing else runs meanwhile.
-
-        Raises:
-            Exception: why one cannot be had.
-        """
-        while not placed.ready:
-            if placed.error is not None:
-                raise placed.error
-            if self.place(math.inf) or self.compute_next() or self.wait_for_sent():
-                continue
-            self._placer.wait_for_read()
 
     def _begin_materialized(self, request: Request) -> Started:
         origins: dict[NodeKey, Origin] = {}
@@ -288,34 +274,34 @@ class Runner:
         outcome = self._fetcher.load(run)
         if isinstance(outcome, StoredKV):
             return outcome, Origin(Tier.DISK, outcome.nbytes)
-        kv, stored = self._computer.compute(run)
-        stored.result()
+        kv, write = self._computer.compute(run)
+        write.done.result()
         return kv, Origin(Tier.NONE, 0, reason_of(outcome, run.source))
 
     @torch.inference_mode()
-    def forward(self, batch: Sequence[Rows]) -> list[Tensor]:
+    def forward(self, batch: Sequence[Rows]) -> list[Result]:
         """One pass over the next tokens of several requests.
 
         Args:
             batch: a request stands in it once; one of `Quality.MATERIALIZED` stands alone.
 
         Returns:
-            Of each request fp32 [wanted, vocab].
+            One a request; nothing of sense where nothing is wanted.
         """
         first = batch[0]
         if isinstance(first.sequence, MaterializedSequence):
             wanted = range(len(first.ids) - first.wanted, len(first.ids))
             step = first.sequence.step(first.positions)
-            logits = run(self.model, first.ids, step, wanted)
+            launched: Launched = EagerLaunched(run(self.model, first.ids, step, wanted))
         else:
-            logits = self.launch(batch).logits.clone()
+            launched = self._launch(batch)
+        results = _results(batch, launched)
         for rows in batch:
             if isinstance(rows.sequence, PagedSequence):
                 rows.sequence.computed(rows.ids, rows.positions)
-        return list(logits.split([rows.wanted for rows in batch]))
+        return results
 
-    def launch(self, batch: Sequence[Rows]) -> Launched:
-        """As `forward` for requests over the pool, without waiting for the device."""
+    def _launch(self, batch: Sequence[Rows]) -> Launched:
         return self._packed.launch(
             [
                 NextTokens(rows.sequence, rows.ids, rows.positions, rows.wanted)
@@ -327,3 +313,20 @@ class Runner:
     def warm_up(self) -> None:
         """Do what makes later passes faster, where there is something; may take a minute."""
         self._packed.warm_up()
+
+
+def _results(batch: Sequence[Rows], launched: Launched) -> list[Result]:
+    samplers = [
+        rows.sampler if row == rows.wanted - 1 else None
+        for rows in batch
+        for row in range(rows.wanted)
+    ]
+    chosen = choose(launched, samplers) if any(samplers) else [None] * len(samplers)
+    results: list[Result] = []
+    end = 0
+    for rows in batch:
+        first, end = end, end + rows.wanted
+        token = chosen[end - 1] if rows.wanted else None
+        # a captured pass has the same memory for the logits of the next one
+        results.append(launched.logits[first:end].clone() if token is None else token)
+    return results

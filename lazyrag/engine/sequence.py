@@ -57,7 +57,7 @@ class PagedSequence:
         self._names = names
         self._full_pages = shared
         self._published: list[LiveKey] = []
-        self._own = list(live_pages[shared:])
+        self._own = dict.fromkeys(live_pages[shared:])
         self.live_pages = live_pages
         self.reused = len(positions)
         self._positions = torch.empty(live_capacity, dtype=torch.int64)
@@ -95,7 +95,7 @@ class PagedSequence:
             if name not in self._pool:
                 self._pool.admit(name, (page,), self._pool.page_size)
                 self._published.append(name)
-                self._own.remove(page)
+                del self._own[page]
 
     def release(self) -> None:
         """Give the request's own pages back; what serves others is only left."""
