@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lazyrag.engine import scheduler as scheduler_module
+from lazyrag.engine.encode import _EncodeStep
 from lazyrag.engine.engine import Engine
 from lazyrag.model import oracle, seam
 from lazyrag.model.oracle import eager_logits
@@ -81,7 +82,8 @@ def lazy_logits(engine: Engine, segments: list[Segment], quality: Quality = Qual
 
     def capture_states(model, ids, step):
         hidden = hidden_states(model, ids, step)
-        captured.append(original(model, hidden[0]))
+        if not isinstance(step, _EncodeStep):  # a node may be computed anew: faster than read
+            captured.append(original(model, hidden[0]))
         return hidden
 
     hidden_states = seam.hidden_states
