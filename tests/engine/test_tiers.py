@@ -14,6 +14,8 @@ import torch
 
 from lazyrag import Engine, Live, ModelError, Node, NodeText, Reference, RequestError
 from lazyrag.engine import fetch as fetch_module
+from lazyrag.engine import host as host_module
+from lazyrag.engine import worker as worker_module
 from lazyrag.engine import write as write_module
 from lazyrag.engine.costs import Costs, Speed
 from lazyrag.engine.host import HostTier
@@ -336,6 +338,21 @@ def test_no_memory_for_a_copy_leaves_nothing_behind(monkeypatch):
     assert (tier.used_bytes, len(tier), node in tier) == (0, 0, False)
     tier.touch(node)
     assert tier.keep(node, kv(5), 1.0) and node in tier
+
+
+def test_what_is_forgotten_while_it_is_copied_is_not_kept(monkeypatch):
+    tier, node = HostTier(2**16), NodeKey(bytes(32))
+    tier.touch(node)
+    copied = host_module._copied
+
+    def meanwhile(tensor, device):
+        tier.forget(node)
+        return copied(tensor, device)
+
+    monkeypatch.setattr(host_module, "_copied", meanwhile)
+    kept = tier.keep(node, kv(5), 1.0)
+    assert torch.equal(kept.k, kv(5).k), "its reader gets it"
+    assert node not in tier and tier.used_bytes == 0
 
 
 # load or compute
@@ -816,6 +833,45 @@ def test_what_is_released_on_its_way_is_not_kept(open_engine, disk: Disk, monkey
     check_all_back(engine)
 
 
+def test_what_is_released_once_it_has_been_read_is_not_kept(open_engine, monkeypatch):
+    """The file was whole when it was read; it is released before it is kept."""
+    engine = open_engine(host_bytes=2**20)
+    reference = Reference("files", "d.txt")
+    engine.precompute([NodeText(text(83), reference=reference)])
+    read, go, load = threading.Event(), threading.Event(), KVStore.load
+
+    def slow(store, key, ids):
+        stored = load(store, key, ids)
+        read.set()
+        assert go.wait(20)
+        return stored
+
+    monkeypatch.setattr(KVStore, "load", slow)
+    stream = engine.stream(prompt(83), max_new_tokens=2)
+    stream.begin()
+    assert read.wait(20)
+    wait_for(lambda: key(engine, 83) in engine._pool)
+    assert engine.release([reference]) == 1
+    go.set()
+    assert stream.read().report.nodes[0].tier == Tier.DISK
+    engine._worker.call(lambda: None)
+    assert key(engine, 83) not in engine._host
+    assert key(engine, 83) not in engine._pool
+    check_all_back(engine)
+
+
+def test_who_waits_for_a_node_is_woken(open_engine: OpenEngine, disk: Disk, monkeypatch):
+    monkeypatch.setattr(worker_module, "STALLED_S", 60.0)
+    engine = open_engine()
+    gate = disk.hold(key(engine, 1))
+    stream = engine.stream(prompt(1), max_new_tokens=2, timeout_s=20)
+    stream.begin()
+    wait_for(lambda: engine._worker._stalled)
+    time.sleep(0.1)
+    gate.set()
+    assert stream.read().token_ids
+
+
 def test_a_read_that_was_given_up_is_not_kept_for_later(open_engine: OpenEngine, disk: Disk):
     """What was read ahead for a request that left is dropped when nothing runs any more."""
     engine = open_engine(pool_bytes=PAGE_BYTES * 32)
@@ -882,11 +938,14 @@ def test_a_forked_process_has_an_engine_that_works(open_engine: OpenEngine, disk
     stream.begin()
     wait_for(lambda: key(engine, 3) in disk.read)
     engine._fetcher.ahead(runs_of(engine, 4)[0])
+    (other,) = runs_of(engine, 6)
+    assert isinstance(engine._fetcher.fetch(other).outcome.result(20), StoredKV)
     child = os.fork()
     if child == 0:
         code = 1
         try:
             disk.held.clear()
+            engine._fetcher.fetch(other).outcome.result(20)  # not in line for the parent's threads
             answers = [engine.generate(prompt(1, 2), max_new_tokens=4) for _ in range(2)]
             more = [engine.generate(prompt(n), max_new_tokens=1).report for n in (3, 4, 5, 90)]
             same = all(answer.token_ids == expected for answer in answers)
@@ -945,8 +1004,9 @@ def test_a_node_on_the_device_is_not_held_ahead_as_well(open_engine: OpenEngine,
     gate = disk.hold(key(engine, 1))
     stream = engine.stream(prompt(1), max_new_tokens=2)
     stream.begin()
-    wait_for(lambda: key(engine, 1) in disk.read)
-    assert engine._fetcher.ahead(runs_of(engine, 1)[0])
+    fetcher = engine._fetcher
+    wait_for(lambda: key(engine, 1) in engine._pool and key(engine, 1) not in fetcher._ahead)
+    assert fetcher.ahead(runs_of(engine, 1)[0]) and key(engine, 1) in fetcher._ahead
     gate.set()
     stream.read()
     wait_for(lambda: not engine._fetcher._reading)
