@@ -18,6 +18,7 @@ from lazyrag.engine import host as host_module
 from lazyrag.engine import worker as worker_module
 from lazyrag.engine import write as write_module
 from lazyrag.engine.costs import Costs, Speed
+from lazyrag.engine.generation import GenerationStream
 from lazyrag.engine.host import HostTier
 from lazyrag.engine.nodes import Arrival, Placed
 from lazyrag.engine.report import Reason, Tier
@@ -105,6 +106,15 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
 def runs_of(engine: Engine, *numbers: int) -> list[NodeRun]:
     read = engine._read([Node(text=text(n)) for n in numbers])
     return [node.run for node in Request.of_nodes(read).prompt.nodes]
+
+
+def full_pool(engine: Engine, disk: Disk) -> GenerationStream:
+    """A request that holds the pages of node 0 and of 330 tokens until it is closed."""
+    disk.hold(key(engine, 0))
+    stream = engine.stream(prompt(0), max_new_tokens=330)
+    stream.begin()
+    wait_for(lambda: bool(engine._worker._scheduler._running))
+    return stream
 
 
 def tiers(engine: Engine, *numbers: int) -> list[str]:
@@ -413,13 +423,12 @@ def test_a_node_the_store_does_not_have_has_its_own_reason(open_engine: OpenEngi
 
 def test_nodes_are_read_while_their_request_waits_for_room(open_engine, disk: Disk):
     engine = open_engine(pool_bytes=PAGE_BYTES * 32)
-    running = engine.stream(prompt(0), max_new_tokens=330, json_schema=ENDLESS)
-    next(running)
+    running = full_pool(engine, disk)
     waiting = engine.stream(prompt(1), max_new_tokens=330)
     waiting.begin()
     wait_for(lambda: key(engine, 1) in disk.read)
     wait_for(lambda: engine._fetcher._ahead[key(engine, 1)].outcome.done())
-    assert len(engine._worker._scheduler._waiting) == 1, "it has no pages yet"
+    assert engine.stats().now.waiting == 1, "it has no pages yet"
     running.close()
     answer = waiting.read()
     assert [node.tier for node in answer.report.nodes] == [Tier.DISK]
@@ -432,8 +441,7 @@ def test_what_is_read_ahead_is_bounded(open_engine, disk: Disk, monkeypatch):
     node_bytes = 110 * 768
     monkeypatch.setattr(fetch_module, "AHEAD_BYTES", 2 * node_bytes)
     engine = open_engine(pool_bytes=PAGE_BYTES * 32)
-    running = engine.stream(prompt(0), max_new_tokens=330, json_schema=ENDLESS)
-    next(running)
+    running = full_pool(engine, disk)
     streams = [engine.stream(prompt(n), max_new_tokens=330) for n in range(1, 6)]
     for stream in streams:
         stream.begin()
@@ -578,14 +586,13 @@ def test_stats_tell_what_happened(open_engine: OpenEngine):
     assert "hit" in stats.summary() and stats.to_dict()["requests"] == 4
 
 
-def test_busy_and_late_have_errors_of_their_own(open_engine: OpenEngine, monkeypatch):
+def test_busy_and_late_have_errors_of_their_own(open_engine: OpenEngine, disk, monkeypatch):
     from lazyrag import EngineBusyError, RequestTimeoutError
     from lazyrag.engine import scheduler as scheduler_module
 
     monkeypatch.setattr(scheduler_module, "MAX_WAITING", 1)
     engine = open_engine(pool_bytes=PAGE_BYTES * 32)
-    running = engine.stream(prompt(0), max_new_tokens=330, json_schema=ENDLESS)
-    next(running)
+    running = full_pool(engine, disk)
     waiting = engine.stream(prompt(1), max_new_tokens=330, timeout_s=0.5)
     waiting.begin()
     wait_for(lambda: engine.stats().now.waiting == 1)
@@ -875,8 +882,7 @@ def test_who_waits_for_a_node_is_woken(open_engine: OpenEngine, disk: Disk, monk
 def test_a_read_that_was_given_up_is_not_kept_for_later(open_engine: OpenEngine, disk: Disk):
     """What was read ahead for a request that left is dropped when nothing runs any more."""
     engine = open_engine(pool_bytes=PAGE_BYTES * 32)
-    running = engine.stream(prompt(0), max_new_tokens=330, json_schema=ENDLESS)
-    next(running)
+    running = full_pool(engine, disk)
     waiting = engine.stream(prompt(1), max_new_tokens=330)
     waiting.begin()
     wait_for(lambda: key(engine, 1) in engine._fetcher._ahead)
