@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from lazyrag_kernels.attention import Batch, CpuStep, LiveSpan, NodeSpan, Pages, RequestRows
@@ -26,7 +26,15 @@ class SeenNode:
 
 
 class PagedSequence:
-    """A request over the pool: nodes shared with others, live pages of its own."""
+    """A request over the pool: nodes shared with others, live pages of its own.
+
+    Args:
+        pool: of the engine.
+        nodes: in prompt order.
+        live_pages: for ``live_capacity`` tokens.
+        live_capacity: live tokens at most.
+        temperature, lse_scale: of attention to the nodes, see `NodeSpan` and `RequestRows`.
+    """
 
     def __init__(
         self,
@@ -34,9 +42,15 @@ class PagedSequence:
         nodes: Sequence[SeenNode],
         live_pages: Pages,
         live_capacity: int,
+        temperature: float = 1.0,
+        lse_scale: float = 1.0,
     ) -> None:
         self._nodes = nodes
-        self._seen = tuple(NodeSpan(n.pages, n.length, n.offset) for n in nodes)
+        self._lse_scale = lse_scale
+        self._seen = tuple(
+            NodeSpan(node.pages, node.length, node.offset, temperature=temperature)
+            for node in nodes
+        )
         self._last_first_row = max((node.first_row for node in nodes), default=0)
         self.live_pages = live_pages
         self._positions = torch.empty(live_capacity, dtype=torch.int64)
@@ -51,10 +65,20 @@ class PagedSequence:
         nodes = self._seen  # the same tuple for every row behind the last node
         if first < self._last_first_row:
             nodes = tuple(
-                NodeSpan(node.pages, node.length, node.offset, max(0, node.first_row - first))
-                for node in self._nodes
+                replace(seen, first_row=max(0, node.first_row - first))
+                for seen, node in zip(self._seen, self._nodes, strict=True)
             )
-        return RequestRows(live, nodes), self._slots[first : self._length]
+        return RequestRows(live, nodes, self._lse_scale), self._slots[first : self._length]
+
+    def rewind(self, length: int) -> None:
+        """Forget the live tokens from number ``length`` on; others take their slots.
+
+        Raises:
+            ValueError: there are fewer.
+        """
+        if not 0 <= length <= self._length:
+            raise ValueError(f"{length} of {self._length} live tokens cannot be kept")
+        self._length = length
 
 
 class PagedStep:

@@ -1,0 +1,202 @@
+"""What `lazyrag bench quality` compares: ways to treat the nodes of one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from lazyrag.engine.sink import DOCUMENTS, NONE, TEMPLATE
+
+OWN_SINK = "own"
+"""The prompt's own live text before its first node, as at query time."""
+PASSAGE_SINK = "passage"
+"""As `DOCUMENTS`, then a neutral passage."""
+
+
+class Chooser(StrEnum):
+    """Who chooses nodes."""
+
+    NOBODY = "-"
+    ATTENTION = "attention"
+    RETRIEVER = "retriever"
+    BOTH = "both"
+    """The two rankings as one (`lazyrag.quality.choice.together`)."""
+    RANDOM = "random"
+    GOLD = "gold"
+    """The documents said to hold the answer, then the retriever's: a bound, not a method."""
+
+
+class Kept(StrEnum):
+    """Which nodes are in the prompt."""
+
+    ALL = "all"
+    CHOSEN = "chosen"
+    NONE = "none"
+
+
+class Use(StrEnum):
+    """How the nodes that are in the prompt get their K and V."""
+
+    REUSED = "reused"
+    CHOSEN_ANEW = "chosen anew"
+    """The chosen ones are computed with the request, the others reused."""
+    HEADS_ANEW = "heads anew"
+    """The first tokens of every node are computed with the request (EPIC, arXiv 2410.15332)."""
+    ANEW = "anew"
+    """Full attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table.
+
+    Attributes:
+        name: unique.
+        kept, use: see there.
+        sink: what reused nodes were encoded behind.
+        chooser, count: so many nodes are chosen;
+        limit: or, with count 0, as many as fit, best first, into this share of full's work.
+        last: whether the chosen stand last; else every node stays where it is.
+        best_last: the best of them last of all; else they keep their order.
+        parallel: all nodes begin at the same position.
+        temperature, lse_scale: of attention to reused nodes.
+        tunable: whether tuning may choose it (no control, no bound).
+    """
+
+    name: str
+    kept: Kept = Kept.ALL
+    use: Use = Use.REUSED
+    sink: str = DOCUMENTS
+    chooser: Chooser = Chooser.NOBODY
+    count: int = 0
+    limit: float = 0.0
+    last: bool = False
+    best_last: bool = False
+    parallel: bool = False
+    temperature: float = 1.0
+    lse_scale: float = 1.0
+    tunable: bool = False
+
+
+NO_DOCUMENTS = Setting("no documents", Kept.NONE, Use.ANEW)
+FULL = Setting("full", use=Use.ANEW)
+FAST = Setting("fast", tunable=True)
+
+
+def anew(
+    chooser: Chooser,
+    count: int = 0,
+    *,
+    limit: float = 0.0,
+    last: bool = True,
+    best_last: bool = False,
+    sink: str = DOCUMENTS,
+) -> Setting:
+    """The chosen nodes are computed anew."""
+    place = ("best last" if best_last else "last") if last else "in place"
+    behind = "" if sink == DOCUMENTS else f", sink {sink}"
+    return Setting(
+        f"{chooser} {_amount(count, limit)} {place}{behind}",
+        use=Use.CHOSEN_ANEW,
+        sink=sink,
+        chooser=chooser,
+        count=count,
+        limit=limit,
+        last=last,
+        best_last=best_last,
+        tunable=chooser in (Chooser.ATTENTION, Chooser.RETRIEVER, Chooser.BOTH),
+    )
+
+
+def controls(setting: Setting) -> list[Setting]:
+    """What a setting that computes nodes anew has to be compared with."""
+    chosen = f"{setting.chooser} {_amount(setting.count, setting.limit)}"
+    plain = replace(setting, tunable=False)
+    return [
+        replace(plain, name=f"only {chosen}", kept=Kept.CHOSEN, use=Use.ANEW),
+        replace(plain, name=f"full, {chosen} last", use=Use.ANEW, last=True),
+        replace(plain, name=f"reused, {chosen} last", use=Use.REUSED, last=True),
+    ]
+
+
+def _amount(count: int, limit: float) -> str:
+    return str(count) if count else f"to {limit:.0%}"
+
+
+def scaled(setting: Setting, temperature: float, lse_scale: float) -> Setting:
+    """The same setting with other attention to reused nodes."""
+    return replace(
+        setting,
+        name=f"{setting.name}, T {temperature:g} S {lse_scale:g}",
+        temperature=temperature,
+        lse_scale=lse_scale,
+    )
+
+
+_SCALES = [
+    (temperature, lse_scale)
+    for temperature in (0.8, 0.9, 1.0, 1.1)
+    for lse_scale in (0.8, 0.9, 1.0, 1.1)
+    if (temperature, lse_scale) != (1.0, 1.0)
+]
+_ATTENTION, _RETRIEVER, _BOTH = Chooser.ATTENTION, Chooser.RETRIEVER, Chooser.BOTH
+_QUARTER = anew(_ATTENTION, limit=0.25)
+
+EVERYTHING: tuple[Setting, ...] = (
+    NO_DOCUMENTS,
+    FULL,
+    FAST,
+    *(replace(FAST, name=f"sink {sink}", sink=sink)
+      for sink in (NONE, TEMPLATE, OWN_SINK, PASSAGE_SINK)),
+    replace(FAST, name="parallel positions", parallel=True),
+    replace(FAST, name="heads anew", use=Use.HEADS_ANEW),
+    *(scaled(FAST, *scale) for scale in _SCALES),
+    *(anew(_ATTENTION, count) for count in (1, 2, 3, 4)),
+    _QUARTER,
+    anew(_ATTENTION, limit=0.4),
+    *(anew(_RETRIEVER, count) for count in (1, 2)),
+    anew(_RETRIEVER, limit=0.25),
+    *(anew(_BOTH, count) for count in (1, 2)),
+    *(anew(_BOTH, limit=limit) for limit in (0.25, 0.4)),
+    *(anew(Chooser.RANDOM, count) for count in (1, 2)),
+    anew(Chooser.RANDOM, limit=0.25),
+    *(anew(Chooser.GOLD, count) for count in (1, 2)),
+    *(anew(_ATTENTION, count, last=False) for count in (1, 2)),
+    anew(_ATTENTION, 2, best_last=True),
+    *(anew(_ATTENTION, count, sink=OWN_SINK) for count in (1, 2)),
+    *(anew(_ATTENTION, limit=0.25, sink=sink) for sink in (OWN_SINK, PASSAGE_SINK)),
+    *(scaled(_QUARTER, *scale)
+      for scale in ((0.9, 0.9), (1.0, 0.9), (0.9, 1.0), (1.1, 1.0), (1.0, 1.1))),
+    *controls(anew(_ATTENTION, 1)),
+    *controls(anew(_ATTENTION, 2)),
+    *controls(_QUARTER),
+    controls(anew(_ATTENTION, limit=0.4))[0],
+    controls(anew(_RETRIEVER, limit=0.25))[0],
+    controls(anew(_BOTH, limit=0.25))[0],
+)  # fmt: skip
+"""What a whole run compares."""
+
+SHORT: tuple[Setting, ...] = (
+    NO_DOCUMENTS,
+    FULL,
+    FAST,
+    _QUARTER,
+    anew(_RETRIEVER, limit=0.25),
+    anew(Chooser.RANDOM, limit=0.25),
+    *controls(_QUARTER),
+    anew(_ATTENTION, limit=0.4),
+)
+"""The ladder and its controls."""
+
+
+def named(settings: Sequence[Setting], names: Sequence[str]) -> list[Setting]:
+    """Those of the given names, in the order of ``settings``.
+
+    Raises:
+        ValueError: there is none of a name.
+    """
+    unknown = set(names) - {setting.name for setting in settings}
+    if unknown:
+        raise ValueError(f"no setting is called {', '.join(sorted(map(repr, unknown)))}")
+    return [setting for setting in settings if setting.name in names]
