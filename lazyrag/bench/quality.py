@@ -25,6 +25,7 @@ from lazyrag.bench.quality_settings import (
     PASSAGE_SINK,
     Chooser,
     Kept,
+    Offsets,
     Setting,
     Use,
 )
@@ -39,7 +40,7 @@ from lazyrag.prompt.segments import LiveRun, NodeRun, NodeSource, Run, as_live, 
 from lazyrag.prompt.tokenise import PromptTokenizer
 from lazyrag.quality import choice, moves
 from lazyrag.quality.choice import Head
-from lazyrag.quality.mass import MassStep
+from lazyrag.quality.moves import overlapping
 from lazyrag.quality.passes import Passes, Reading, Trial
 from lazyrag.store import StoredKV
 from lazyrag.types import NodeKey
@@ -90,6 +91,24 @@ class _Texts:
         return None
 
 
+SECOND_PASSAGE = (
+    "How to read them\nA passage may repeat what another one says, or contradict it. Names, dates "
+    "and places are given as the source has them. What a passage leaves out is not known here.\n\n"
+)
+MORE_PASSAGES = (
+    "Where they come from\nThe collection was put together over several years by people who did "
+    "not know what would be asked. Some passages were cut from longer articles, so that the first "
+    "or the last sentence may refer to something outside. Numbers were not converted.\n\n"
+    "On the order\nThe order of the passages has no meaning. The first is not the most important "
+    "one, and passages on one subject need not stand together.\n\n"
+)
+PASSAGES = {
+    PASSAGE_SINK: NEUTRAL_PASSAGE,
+    "two passages": NEUTRAL_PASSAGE + SECOND_PASSAGE,
+    "four passages": NEUTRAL_PASSAGE + SECOND_PASSAGE + MORE_PASSAGES,
+}
+
+
 @dataclass(slots=True, eq=False)
 class _Case:
     """An example made ready: its prompt, its nodes in the pool, who would choose which.
@@ -138,6 +157,7 @@ class QualityBench:
         heads: whose attention chooses nodes.
         pool_tokens: room for the nodes and the live text of the examples of one call.
         greedy_tokens: of the greedy text; 0 = none is written.
+        look: how the nodes are treated while the question's attention is measured.
         written: names of the settings for which a text is written.
     """
 
@@ -149,7 +169,9 @@ class QualityBench:
         pool_tokens: int,
         greedy_tokens: int = 32,
         written: Collection[str] = (),
+        look: Setting = FAST,
     ) -> None:
+        self._look = look
         self._model = model
         self._written = written
         self._heads = heads
@@ -183,7 +205,7 @@ class QualityBench:
         cases = [self._case(example) for example in examples]
         try:
             sinks = {setting.sink for setting in settings if setting.use is not Use.ANEW}
-            for sink in sorted(sinks | {DOCUMENTS}):
+            for sink in sorted(sinks | {self._look.sink}):
                 self._encode(cases, sink)
             self._rank(cases)
             yield from self._measure(cases, settings, timed)
@@ -237,9 +259,9 @@ class QualityBench:
         if sink == OWN_SINK:
             first = case.runs[0]
             return first.ids if isinstance(first, LiveRun) else ()
-        if sink == PASSAGE_SINK:
+        if sink in PASSAGES:
             documents = sink_ids(DOCUMENTS, tokenizer)
-            return (*documents, *tokenizer.encode_text(NEUTRAL_PASSAGE))
+            return (*documents, *tokenizer.encode_text(PASSAGES[sink]))
         return sink_ids(sink, tokenizer)
 
     def _encode(self, cases: Sequence[_Case], sink: str) -> None:
@@ -266,27 +288,8 @@ class QualityBench:
                 write_nodes(self._pool, self._model.geometry, encoded, places)
 
     def _rank(self, cases: Sequence[_Case]) -> None:
-        trials = [self._trial(case, FAST)[0] for case in cases]
-        numbers = {id(trial): number for number, trial in enumerate(trials)}
-        masses: list[dict[int, Tensor]] = [{} for _ in cases]
-        steps: list[tuple[MassStep, list[int]]] = []
-
-        def wrap(step: object, rows: object, whose: Sequence[Trial]) -> MassStep:
-            made = MassStep(
-                step,  # type: ignore[arg-type]
-                rows,  # type: ignore[arg-type]
-                whose,
-                self._pool,
-                self._model.geometry,
-                self._layers,
-            )
-            steps.append((made, [numbers[id(trial)] for trial in whose]))
-            return made
-
-        self._plain.close(self._plain.read(trials, 1, wrap))
-        for step, owners in steps:
-            for number, mass in zip(owners, step.masses, strict=True):
-                masses[number] = mass
+        trials = [self._trial(case, self._look)[0] for case in cases]
+        masses = self._plain.look(trials, self._layers)
         for case, mass in zip(cases, masses, strict=True):
             example = case.example
             order = list(range(len(example.texts)))
@@ -321,8 +324,8 @@ class QualityBench:
             runs = moves.computed_anew(runs, places)
         if setting.use is Use.ANEW:
             runs = as_live(runs)
-        if setting.parallel:
-            runs = _parallel(runs)
+        if setting.offsets is not Offsets.ONE_BY_ONE:
+            runs = overlapping(runs, same_end=setting.offsets is Offsets.SAME_END)
         skipped = 0
         if setting.use is Use.HEADS_ANEW:
             runs, skipped = _heads_anew(runs), 1
@@ -436,29 +439,6 @@ def _row(
         gold=found,
         ttft_s=ttft,
     )
-
-
-def _parallel(runs: Sequence[Run]) -> list[Run]:
-    """Every node begins where the first one does; what stands behind them follows the longest."""
-    placed = place(list(runs))
-    if not placed.nodes:
-        return list(runs)
-    first = placed.nodes[0].offset
-    end = first + max(node.run.used for node in placed.nodes)
-    made: list[Run] = []
-    before = True
-    for run in runs:
-        if isinstance(run, NodeRun):
-            made.append(NodeRun(run.key, run.ids, run.used, first))
-            if before:
-                before = False
-                pending: int | None = end
-        elif before:
-            made.append(run)
-        else:
-            made.append(LiveRun(run.ids, pending))
-            pending = None
-    return made
 
 
 def _heads_anew(runs: Sequence[Run]) -> list[Run]:

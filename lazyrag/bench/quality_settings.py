@@ -35,6 +35,17 @@ class Kept(StrEnum):
     NONE = "none"
 
 
+class Offsets(StrEnum):
+    """Where reused nodes lie; what stands behind them follows the furthest."""
+
+    ONE_BY_ONE = "one by one"
+    """Each behind what stands before it, as the text reads."""
+    SAME_START = "same start"
+    """All begin where the first one does (parallel positions: APE, Block-Attention, PCW)."""
+    SAME_END = "same end"
+    """All end where the longest does that begins there: nobody is far from the question."""
+
+
 class Use(StrEnum):
     """How the nodes that are in the prompt get their K and V."""
 
@@ -59,7 +70,7 @@ class Setting:
         limit: or, with count 0, as many as fit, best first, into this share of full's work.
         last: whether the chosen stand last; else every node stays where it is.
         best_last: the best of them last of all; else they keep their order.
-        parallel: all nodes begin at the same position.
+        offsets: where reused nodes lie.
         temperature, lse_scale: of attention to reused nodes.
         tunable: whether tuning may choose it (no control, no bound).
     """
@@ -73,7 +84,7 @@ class Setting:
     limit: float = 0.0
     last: bool = False
     best_last: bool = False
-    parallel: bool = False
+    offsets: Offsets = Offsets.ONE_BY_ONE
     temperature: float = 1.0
     lse_scale: float = 1.0
     tunable: bool = False
@@ -124,6 +135,16 @@ def _amount(count: int, limit: float) -> str:
     return str(count) if count else f"to {limit:.0%}"
 
 
+def moved(setting: Setting, offsets: Offsets) -> Setting:
+    """The same setting with other offsets of reused nodes."""
+    return replace(setting, name=f"{setting.name}, {offsets}", offsets=offsets)
+
+
+def behind(setting: Setting, sink: str) -> Setting:
+    """The same setting with nodes encoded behind another sink."""
+    return replace(setting, name=f"{setting.name}, sink {sink}", sink=sink)
+
+
 def scaled(setting: Setting, temperature: float, lse_scale: float) -> Setting:
     """The same setting with other attention to reused nodes."""
     return replace(
@@ -149,7 +170,8 @@ EVERYTHING: tuple[Setting, ...] = (
     FAST,
     *(replace(FAST, name=f"sink {sink}", sink=sink)
       for sink in (NONE, TEMPLATE, OWN_SINK, PASSAGE_SINK)),
-    replace(FAST, name="parallel positions", parallel=True),
+    moved(FAST, Offsets.SAME_START),
+    moved(FAST, Offsets.SAME_END),
     replace(FAST, name="heads anew", use=Use.HEADS_ANEW),
     *(scaled(FAST, *scale) for scale in _SCALES),
     *(anew(_ATTENTION, count) for count in (1, 2, 3, 4)),

@@ -45,7 +45,7 @@ class PagedSequence:
         temperature: float = 1.0,
         lse_scale: float = 1.0,
     ) -> None:
-        self._nodes = nodes
+        self.nodes = nodes
         self._lse_scale = lse_scale
         self._seen = tuple(
             NodeSpan(node.pages, node.length, node.offset, temperature=temperature)
@@ -66,9 +66,14 @@ class PagedSequence:
         if first < self._last_first_row:
             nodes = tuple(
                 replace(seen, first_row=max(0, node.first_row - first))
-                for seen, node in zip(self._seen, self._nodes, strict=True)
+                for seen, node in zip(self._seen, self.nodes, strict=True)
             )
         return RequestRows(live, nodes, self._lse_scale), self._slots[first : self._length]
+
+    @property
+    def length(self) -> int:
+        """Live tokens so far, those of the step being planned included."""
+        return self._length
 
     def rewind(self, length: int) -> None:
         """Forget the live tokens from number ``length`` on; others take their slots.

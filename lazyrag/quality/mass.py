@@ -14,11 +14,13 @@ from lazyrag_kernels.rope import cos_sin, rotate
 from torch import Tensor
 
 from lazyrag.engine.pool import PagePool
+from lazyrag.engine.sequence import PagedSequence
 from lazyrag.errors import LazyRagError
 from lazyrag.model import seam
 from lazyrag.model.geometry import Geometry
-from lazyrag.quality.passes import Rows, Trial
 
+Rows = tuple[PagedSequence, Sequence[int], Sequence[int]]
+"""The next tokens of a sequence and their positions."""
 QUESTION_ROWS = 256
 """Rows behind the last node that are looked at, at most; the last ones."""
 
@@ -32,15 +34,14 @@ class MassStep:
 
     Args:
         inner: computes the attention itself.
-        rows: of the pass.
-        trials: whose they are.
+        rows: of the pass; of each sequence the tokens from its first on, nodes seen by the last.
         pool, geometry: of the model.
         layers: which are measured.
         stop: leave the pass with `LayersDone` before the attention of the layer behind the last
             measured one is computed.
 
     Attributes:
-        masses: of each trial, by layer, fp32 [q_heads, rows, nodes] on the CPU: weight of a node
+        masses: of each sequence, by layer, fp32 [q_heads, rows, nodes] on the CPU: weight of a node
             in a row; the rows are those behind the last node.
     """
 
@@ -48,7 +49,6 @@ class MassStep:
         self,
         inner: seam.AttentionStep,
         rows: Sequence[Rows],
-        trials: Sequence[Trial],
         pool: PagePool,
         geometry: Geometry,
         layers: Collection[int],
@@ -60,14 +60,12 @@ class MassStep:
         self._geometry = geometry
         self._layers = layers
         self._last = max(layers) if stop else len(geometry.layers)
-        self.masses: list[dict[int, Tensor]] = [{} for _ in trials]
+        self.masses: list[dict[int, Tensor]] = [{} for _ in rows]
         self._views: list[_View] = []
         first = 0
-        for trial, (_, ids, _) in zip(trials, rows, strict=True):
-            if len(ids) != len(trial.prompt.live_ids):
-                raise ValueError("masses are measured over prompts read in one piece")
-            self._views.append(_View(trial, first, pool))
-            first += len(ids)
+        for sequence, _, positions in rows:
+            self._views.append(_View(sequence, positions, first, pool))
+            first += len(positions)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `lazyrag.model.seam.AttentionStep`; one packed sequence."""
@@ -118,23 +116,23 @@ class MassStep:
 
 
 class _View:
-    """Which rows of a trial are looked at, and where its nodes' keys lie."""
+    """Which rows of a sequence are looked at, and where its nodes' keys lie."""
 
-    def __init__(self, trial: Trial, first: int, pool: PagePool) -> None:
-        nodes = trial.prompt.nodes
-        live = len(trial.prompt.live_ids)
+    def __init__(
+        self, sequence: PagedSequence, positions: Sequence[int], first: int, pool: PagePool
+    ) -> None:
+        nodes = sequence.nodes
+        live = len(positions)
+        if sequence.length != live:
+            raise ValueError("masses are measured over prompts read in one piece")
         behind = max((node.first_row for node in nodes), default=0)
         self.first = first
         self.rows = torch.arange(max(behind, live - QUESTION_ROWS), live)
-        self.positions = torch.tensor(trial.prompt.live_positions)
+        self.positions = torch.tensor(positions)
         self.offsets = torch.tensor([node.offset for node in nodes], dtype=torch.int64)
-        self.lengths = [node.run.used for node in nodes]
+        self.lengths = [node.length for node in nodes]
         longest = max(self.lengths, default=0)
         self.padding = torch.arange(longest)[None] >= torch.tensor(self.lengths)[:, None]
-        slots = [
-            pool.slots(pages, 0, length).cpu()
-            for pages, length in zip(trial.pages, self.lengths, strict=True)
-        ]
         self.slots = torch.zeros(len(nodes), longest, dtype=torch.int64)
-        for row, where in zip(self.slots, slots, strict=True):
-            row[: len(where)] = where
+        for row, node in zip(self.slots, nodes, strict=True):
+            row[: node.length] = pool.slots(node.pages, 0, node.length)

@@ -131,3 +131,37 @@ def without(runs: Sequence[Run], places: Collection[int]) -> list[Run]:
     if not kept and nodes:
         gone.update(range(nodes[0], nodes[-1] + 1))
     return [run for index, run in enumerate(runs) if index not in gone]
+
+
+def overlapping(runs: Sequence[Run], *, same_end: bool = False) -> list[Run]:
+    """The prompt with its reused nodes in the same place, and what follows behind the longest.
+
+    No node is then far from the question, and none is nearer than another (parallel positions:
+    Parallel Context Windows, arXiv 2212.10947; APE, arXiv 2502.05431). Live text keeps its order;
+    that behind the first node is moved so that it follows on the longest node.
+
+    Args:
+        runs: without explicit offsets.
+        same_end: nodes end at the same position; else they begin at the same.
+
+    Raises:
+        ValueError: something has an explicit offset.
+    """
+    if any(run.offset is not None for run in runs):
+        raise ValueError("a prompt with explicit offsets is not rearranged")
+    nodes = [index for index, run in enumerate(runs) if isinstance(run, NodeRun)]
+    if not nodes:
+        return list(runs)
+    start = sum(len(run.ids) for run in runs[: nodes[0]])
+    end = start + max(run.used for run in runs if isinstance(run, NodeRun))
+    made: list[Run] = []
+    cursor: int | None = end  # of the first live run behind a node; the others follow it
+    for index, run in enumerate(runs):
+        if isinstance(run, NodeRun):
+            made.append(replace(run, offset=end - run.used if same_end else start))
+        elif index < nodes[0]:
+            made.append(run)
+        else:
+            made.append(replace(run, offset=cursor))
+            cursor = None
+    return made

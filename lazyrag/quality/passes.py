@@ -20,12 +20,10 @@ from lazyrag.errors import RequestError
 from lazyrag.model import seam
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.segments import PlacedPrompt
+from lazyrag.quality.mass import MassStep, Rows
 
 PASS_ROWS = {"cpu": 1024, "cuda": 4096}
 """Tokens of one forward pass, at most, by type of device."""
-
-Rows = tuple[PagedSequence, Sequence[int], Sequence[int]]
-"""The next tokens of a sequence and their positions."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,8 +42,8 @@ class Trial:
     lse_scale: float = 1.0
 
 
-Wrapper = Callable[[seam.AttentionStep, Sequence[Rows], Sequence[Trial]], seam.AttentionStep]
-"""Puts a measuring step around the attention of one pass, given its rows and whose they are."""
+Wrapper = Callable[[seam.AttentionStep, Sequence[Rows]], seam.AttentionStep]
+"""Puts a measuring step around the attention of one pass over some rows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,14 +108,35 @@ class Passes:
                     prompt, chunk = trials[number].prompt, slice(first, first + self._rows)
                     sequence = readings[number].sequence
                     rows.append((sequence, prompt.live_ids[chunk], prompt.live_positions[chunk]))
-                whose = [trials[pieces[index][0]] for index in group]
-                logits = self._forward(rows, [1] * len(rows), wrap, whose)
+                logits = self._forward(rows, [1] * len(rows), wrap)
                 for index, scores in zip(group, logits, strict=True):  # the last chunk stays
                     readings[pieces[index][0]].logits = scores[0]
         except BaseException:
             self.close(readings)
             raise
         return readings
+
+    def look(self, trials: Sequence[Trial], layers: Collection[int]) -> list[dict[int, Tensor]]:
+        """Read prompts only to see which nodes their last rows attend to.
+
+        Returns:
+            Of each, by layer, fp32 [q_heads, rows, nodes], see `MassStep`.
+
+        Raises:
+            ValueError: a prompt's live text does not fit one pass.
+        """
+        found: dict[PagedSequence, dict[int, Tensor]] = {}
+        pool, geometry = self._pool, self._model.geometry
+
+        def measured(step: seam.AttentionStep, rows: Sequence[Rows]) -> MassStep:
+            made = MassStep(step, rows, pool, geometry, layers)
+            owners = [sequence for sequence, _, _ in rows]
+            found.update(zip(owners, made.masses, strict=True))
+            return made
+
+        readings = self.read(trials, 1, measured)
+        self.close(readings)
+        return [found[reading.sequence] for reading in readings]
 
     def close(self, readings: Sequence[Reading]) -> None:
         """Give the pages of live text back."""
@@ -199,13 +218,12 @@ class Passes:
         rows: Sequence[Rows],
         wanted: Sequence[int],
         wrap: Wrapper | None = None,
-        whose: Sequence[Trial] = (),
     ) -> list[Tensor]:
         """One pass; of the last ``wanted`` tokens of each entry logits, fp32 [wanted, vocab]."""
         model = self._model.model
         step = self._paged.step([sequence.rows(positions) for sequence, _, positions in rows])
         if wrap is not None:
-            step = wrap(step, rows, whose)
+            step = wrap(step, rows)
         ids = [id for _, tokens, _ in rows for id in tokens]
         tokens = torch.tensor([ids], dtype=torch.int64, device=self._model.device)
         hidden = seam.hidden_states(model, tokens, step)[0]
