@@ -25,7 +25,6 @@ from lazyrag.bench.quality_settings import (
     PASSAGE_SINK,
     Chooser,
     Kept,
-    Offsets,
     Setting,
     Use,
 )
@@ -40,7 +39,7 @@ from lazyrag.prompt.segments import LiveRun, NodeRun, NodeSource, Run, as_live, 
 from lazyrag.prompt.tokenise import PromptTokenizer
 from lazyrag.quality import choice, moves
 from lazyrag.quality.choice import Head
-from lazyrag.quality.moves import overlapping
+from lazyrag.quality.moves import Offsets
 from lazyrag.quality.passes import Passes, Reading, Trial
 from lazyrag.store import StoredKV
 from lazyrag.types import NodeKey
@@ -324,8 +323,9 @@ class QualityBench:
             runs = moves.computed_anew(runs, places)
         if setting.use is Use.ANEW:
             runs = as_live(runs)
-        if setting.offsets is not Offsets.ONE_BY_ONE:
-            runs = overlapping(runs, same_end=setting.offsets is Offsets.SAME_END)
+        if setting.offsets is not Offsets.IN_LINE:
+            anew = places if setting.use is Use.CHOSEN_ANEW else ()
+            runs = moves.offset(runs, moves.reused_groups(case.groups, anew), setting.offsets)
         skipped = 0
         if setting.use is Use.HEADS_ANEW:
             runs, skipped = _heads_anew(runs), 1

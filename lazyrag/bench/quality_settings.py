@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lazyrag.engine.sink import DOCUMENTS, NONE, TEMPLATE
+from lazyrag.quality.moves import Offsets
 
 OWN_SINK = "own"
 """The prompt's own live text before its first node, as at query time."""
@@ -33,17 +34,6 @@ class Kept(StrEnum):
     ALL = "all"
     CHOSEN = "chosen"
     NONE = "none"
-
-
-class Offsets(StrEnum):
-    """Where reused nodes lie; what stands behind them follows the furthest."""
-
-    ONE_BY_ONE = "one by one"
-    """Each behind what stands before it, as the text reads."""
-    SAME_START = "same start"
-    """All begin where the first one does (parallel positions: APE, Block-Attention, PCW)."""
-    SAME_END = "same end"
-    """All end where the longest does that begins there: nobody is far from the question."""
 
 
 class Use(StrEnum):
@@ -84,7 +74,7 @@ class Setting:
     limit: float = 0.0
     last: bool = False
     best_last: bool = False
-    offsets: Offsets = Offsets.ONE_BY_ONE
+    offsets: Offsets = Offsets.IN_LINE
     temperature: float = 1.0
     lse_scale: float = 1.0
     tunable: bool = False
@@ -170,8 +160,8 @@ EVERYTHING: tuple[Setting, ...] = (
     FAST,
     *(replace(FAST, name=f"sink {sink}", sink=sink)
       for sink in (NONE, TEMPLATE, OWN_SINK, PASSAGE_SINK)),
-    moved(FAST, Offsets.SAME_START),
-    moved(FAST, Offsets.SAME_END),
+    moved(FAST, Offsets.ONE_START),
+    moved(FAST, Offsets.ONE_END),
     replace(FAST, name="heads anew", use=Use.HEADS_ANEW),
     *(scaled(FAST, *scale) for scale in _SCALES),
     *(anew(_ATTENTION, count) for count in (1, 2, 3, 4)),

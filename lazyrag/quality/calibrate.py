@@ -1,9 +1,9 @@
 """Finding, without labels, the heads of a checkpoint that look for what a question asks for.
 
-Made-up questions over the user's own nodes: a few rare words of one node, out of order, are asked for
-among other nodes. A head is worth the share of its attention to nodes that goes to the right one. Such
-heads are few and belong to the checkpoint (retrieval heads, arXiv 2404.15574), so that they are found
-once and kept in the cache under the digest of the weights.
+Made-up questions over the user's own nodes: a few rare words of one node, out of order, are asked
+for among other nodes. A head is worth the share of its attention to nodes that goes to the right
+one. Such heads are few and belong to the checkpoint (retrieval heads, arXiv 2404.15574), so that
+they are found once and kept in the cache under the digest of the weights.
 """
 
 from __future__ import annotations
@@ -205,6 +205,8 @@ def remember(model: LoadedModel, found: Calibration) -> None:
 def recall(model: LoadedModel) -> Calibration | None:
     """The kept calibration of these weights, if there is one that can be read."""
     kept = JsonCache(CACHE).read().get(_name(model))
+    if not isinstance(kept, dict):
+        return None
     try:
         heads = tuple(Head(int(layer), int(head)) for layer, head in kept["heads"])
         found = Calibration(heads, tuple(map(float, kept["shares"])), int(kept["questions"]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from enum import StrEnum
 
 from lazyrag.prompt.segments import LiveRun, NodeRun, Run
 
@@ -133,35 +134,78 @@ def without(runs: Sequence[Run], places: Collection[int]) -> list[Run]:
     return [run for index, run in enumerate(runs) if index not in gone]
 
 
-def overlapping(runs: Sequence[Run], *, same_end: bool = False) -> list[Run]:
-    """The prompt with its reused nodes in the same place, and what follows behind the longest.
+class Offsets(StrEnum):
+    """Where the reused nodes of a group lie; what stands behind them moves along."""
 
-    No node is then far from the question, and none is nearer than another (parallel positions:
-    Parallel Context Windows, arXiv 2212.10947; APE, arXiv 2502.05431). Live text keeps its order;
-    that behind the first node is moved so that it follows on the longest node.
+    IN_LINE = "in line"
+    """Each behind what stands before it, as the text reads."""
+    ONE_START = "one start"
+    """All begin where the first one does. Text behind the first node lies as if the longest were
+    first, the others behind it as the text reads: all nodes are equally far from the question."""
+    ONE_END = "one end"
+    """As `ONE_START`, but all end where the longest does."""
+    NEAR = "near"
+    """As `ONE_START`, and the text behind follows the longest node (parallel positions: Parallel
+    Context Windows, arXiv 2212.10947; APE, arXiv 2502.05431)."""
+
+
+def offset(runs: Sequence[Run], found: Sequence[range], offsets: Offsets) -> list[Run]:
+    """The prompt with its reused nodes moved; a group that holds what has an offset stays.
 
     Args:
-        runs: without explicit offsets.
-        same_end: nodes end at the same position; else they begin at the same.
-
-    Raises:
-        ValueError: something has an explicit offset.
+        runs: of the prompt.
+        found: as `groups` returns them for the same nodes; numbers are those of nodes in ``runs``.
+        offsets: where nodes are to lie.
     """
-    if any(run.offset is not None for run in runs):
-        raise ValueError("a prompt with explicit offsets is not rearranged")
-    nodes = [index for index, run in enumerate(runs) if isinstance(run, NodeRun)]
-    if not nodes:
+    if offsets is Offsets.IN_LINE or any(run.offset is not None for run in runs):
         return list(runs)
-    start = sum(len(run.ids) for run in runs[: nodes[0]])
-    end = start + max(run.used for run in runs if isinstance(run, NodeRun))
+    nodes = [run for run in runs if isinstance(run, NodeRun)]
+    starts = {group.start: group for group in found if len(group) > 1}
     made: list[Run] = []
-    cursor: int | None = end  # of the first live run behind a node; the others follow it
-    for index, run in enumerate(runs):
-        if isinstance(run, NodeRun):
-            made.append(replace(run, offset=end - run.used if same_end else start))
-        elif index < nodes[0]:
-            made.append(run)
+    cursor = number = 0
+    start = end = stop = 0  # of the group being placed: first position, behind the longest, number
+    for run in runs:
+        if isinstance(run, LiveRun):
+            made.append(LiveRun(run.ids, cursor))
+            cursor += len(run.ids)
+            continue
+        if number in starts:
+            group = starts[number]
+            longest = max(nodes[member].used for member in group)
+            start, end, stop = cursor, cursor + longest, group.stop
+            cursor = end
+            lead = True
+        else:
+            lead = False
+        if number < stop:
+            where = end - run.used if offsets is Offsets.ONE_END else start
+            made.append(replace(run, offset=where))
+            if not lead and offsets is not Offsets.NEAR:
+                cursor += run.used
         else:
             made.append(replace(run, offset=cursor))
-            cursor = None
+            cursor += run.used
+        number += 1
+    return made
+
+
+def reused_groups(found: Sequence[range], anew: Collection[int]) -> list[range]:
+    """Groups of the nodes that are left when those at the places ``anew`` have become live text.
+
+    The nodes computed anew are the last of their group, or the group falls apart.
+
+    Args:
+        found: groups, by place.
+        anew: places.
+    """
+    made: list[range] = []
+    number = 0
+    for group in found:
+        left = [place for place in group if place not in anew]
+        whole = left == list(range(group.start, group.start + len(left)))
+        if whole and left:
+            made.append(range(number, number + len(left)))
+        else:
+            made += [range(number + one, number + one + 1) for one in range(len(left))]
+        number += len(left)
     return made

@@ -1,0 +1,98 @@
+"""The rungs between reusing every node and computing everything: one setting, `Quality`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from lazyrag.prompt.segments import LiveRun, NodeRun, Run
+from lazyrag.quality import choice, moves
+from lazyrag.quality.moves import Offsets
+from lazyrag.types import Quality
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """How a quality treats the nodes of a prompt.
+
+    Attributes:
+        limit: nodes are computed anew, the most wanted first, while all tokens that go through the
+            model stay within this share of full attention's.
+        offsets: where the others lie.
+    """
+
+    limit: float
+    offsets: Offsets
+
+
+RUNGS = {
+    Quality.BALANCED: Rung(limit=0.25, offsets=Offsets.ONE_START),
+    Quality.BEST: Rung(limit=0.4, offsets=Offsets.ONE_START),
+}
+"""Measured in docs/quality.md. `Quality.FAST` and `Quality.FULL` leave a prompt as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Climbed:
+    """A prompt as a rung has it.
+
+    Attributes:
+        runs: what is read; nodes computed anew are live text in it.
+        order: ``order[place]`` is the number of the node, in the prompt as given, that stands at
+            that place.
+        anew: numbers of the nodes computed anew, the most wanted first.
+        tokens: of the whole prompt.
+        computed: of live text, nodes computed anew among it.
+        looked: tokens of the pass that chose the nodes, times the share of layers it ran.
+    """
+
+    runs: list[Run]
+    order: tuple[int, ...]
+    anew: tuple[int, ...]
+    tokens: int
+    computed: int
+    looked: float
+
+    @property
+    def work(self) -> float:
+        """Share of full attention's tokens that go through the model."""
+        return (self.computed + self.looked) / max(1, self.tokens)
+
+
+def climb(
+    runs: Sequence[Run],
+    rung: Rung,
+    ranking: Sequence[int],
+    control_ids: Collection[int],
+    looked: float = 0.0,
+) -> Climbed:
+    """Choose nodes, move them last within their group, and make them live text.
+
+    The prompt keeps every token; nothing but the order and the offsets of nodes of one group changes
+    (see `lazyrag.quality.moves.groups`). Prompts with explicit offsets, and nodes used in part, keep
+    their order and places.
+
+    Args:
+        runs: of the prompt as given; its last run is live.
+        rung: how far to go.
+        ranking: node numbers, the most wanted first.
+        control_ids: of the tokenizer.
+        looked: tokens already spent on the ranking, see `Climbed`.
+    """
+    nodes = [run for run in runs if isinstance(run, NodeRun)]
+    live = sum(len(run.ids) for run in runs if isinstance(run, LiveRun))
+    tokens = live + sum(node.used for node in nodes)
+    room = rung.limit * tokens - live - looked
+    anew = choice.within(ranking, [node.used for node in nodes], room)
+    found = moves.groups(runs, control_ids)
+    order = moves.placed_last(found, anew, ascending=True)
+    places = [order.index(number) for number in anew]
+    moved = moves.computed_anew(moves.rearranged(runs, order), places)
+    return Climbed(
+        runs=moves.offset(moved, moves.reused_groups(found, places), rung.offsets),
+        order=tuple(order),
+        anew=tuple(anew),
+        tokens=tokens,
+        computed=live + sum(nodes[number].used for number in anew),
+        looked=looked,
+    )
