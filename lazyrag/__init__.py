@@ -7,11 +7,21 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lazyrag.engine.async_engine import AsyncEngine
+    from lazyrag.engine.async_stream import AsyncGenerationStream
     from lazyrag.engine.engine import Engine
     from lazyrag.engine.generation import Generation, GenerationStream
     from lazyrag.engine.ingest import IngestEstimate
+    from lazyrag.engine.metrics import EngineStats
     from lazyrag.engine.report import NodeReport, ReuseReport
-    from lazyrag.errors import LazyRagError, ModelError, RequestError, StoreError
+    from lazyrag.errors import (
+        EngineBusyError,
+        LazyRagError,
+        ModelError,
+        RequestError,
+        RequestTimeoutError,
+        StoreError,
+    )
     from lazyrag.types import (
         GenerationOptions,
         KVDType,
@@ -24,15 +34,20 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
+    "AsyncEngine": "lazyrag.engine.async_engine",
+    "AsyncGenerationStream": "lazyrag.engine.async_stream",
     "Engine": "lazyrag.engine.engine",
     "Generation": "lazyrag.engine.generation",
     "GenerationStream": "lazyrag.engine.generation",
     "IngestEstimate": "lazyrag.engine.ingest",
+    "EngineStats": "lazyrag.engine.metrics",
     "NodeReport": "lazyrag.engine.report",
     "ReuseReport": "lazyrag.engine.report",
+    "EngineBusyError": "lazyrag.errors",
     "LazyRagError": "lazyrag.errors",
     "ModelError": "lazyrag.errors",
     "RequestError": "lazyrag.errors",
+    "RequestTimeoutError": "lazyrag.errors",
     "StoreError": "lazyrag.errors",
     "GenerationOptions": "lazyrag.types",
     "KVDType": "lazyrag.types",
@@ -47,7 +62,11 @@ _HOME = {
 __version__ = version("lazyrag")
 
 __all__ = [
+    "AsyncEngine",
+    "AsyncGenerationStream",
     "Engine",
+    "EngineBusyError",
+    "EngineStats",
     "Generation",
     "GenerationOptions",
     "GenerationStream",
@@ -63,6 +82,7 @@ __all__ = [
     "Quality",
     "Reference",
     "RequestError",
+    "RequestTimeoutError",
     "ReuseReport",
     "StoreError",
     "__version__",

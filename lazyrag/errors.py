@@ -20,3 +20,11 @@ class RequestError(LazyRagError):
 
     Not a ValueError: frameworks catch those and go on with an empty answer.
     """
+
+
+class RequestTimeoutError(RequestError):
+    """A request took longer than its ``timeout_s`` and was stopped."""
+
+
+class EngineBusyError(RequestError):
+    """Too many requests wait already; the same request may be sent again later."""

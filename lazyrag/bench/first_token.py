@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--full-rounds", type=int, default=3)
     arguments = parser.parse_args()
 
-    with Engine.from_pretrained(arguments.model) as engine:
+    with Engine.from_pretrained(arguments.model, reuse_live=False) as engine:  # asked repeatedly
         nodes = take(passages(engine, arguments.tokens), arguments.nodes)
         engine.precompute(nodes, progress=True)
         segments = prompt_of(nodes)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from lazyrag_kernels.attention import Pages
-from lazyrag_kernels.kv_write import write_kv
-from lazyrag_kernels.rope import cos_sin
 from torch import Tensor
 
 from lazyrag.bench import quality_metrics as metrics
@@ -21,18 +18,18 @@ from lazyrag.bench.quality_rows import Row
 from lazyrag.bench.quality_settings import (
     FAST,
     FULL,
+    LOOK,
     OWN_SINK,
-    PASSAGE_SINK,
     Chooser,
     Kept,
     Setting,
     Use,
 )
 from lazyrag.engine.encode import Encoder
+from lazyrag.engine.passes import Passes, Reading, Trial, write_nodes
 from lazyrag.engine.pool import PagePool
-from lazyrag.engine.sink import DOCUMENTS, sink_ids
+from lazyrag.engine.sink import sink_ids
 from lazyrag.errors import RequestError
-from lazyrag.model.geometry import Geometry
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.read import FoundNode, FoundTexts, PromptReader
 from lazyrag.prompt.segments import LiveRun, NodeRun, NodeSource, Run, as_live, place
@@ -40,21 +37,16 @@ from lazyrag.prompt.tokenise import PromptTokenizer
 from lazyrag.quality import choice, moves
 from lazyrag.quality.choice import Head
 from lazyrag.quality.moves import Offsets
-from lazyrag.quality.passes import Passes, Reading, Trial
-from lazyrag.store import StoredKV
 from lazyrag.types import NodeKey
 
 PAGE = 16
 """Tokens a page; also what ``heads anew`` computes of each node."""
 LOOKING = frozenset((Chooser.ATTENTION, Chooser.BOTH))
 """Choosers that read the question once to measure its attention."""
+GROUP = {"cpu": 1, "cuda": 12}
+"""Examples that share forward passes, by type of device."""
 ENCODED_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Padded tokens of one pass that encodes nodes, by type of device."""
-NEUTRAL_PASSAGE = (
-    "Notes on this collection\nThe passages below were taken from reference works and news "
-    "reports. Each one begins with its title and can be read on its own. They differ in age, "
-    "subject and length, and only some of them bear on the question.\n\n"
-)
 
 
 class _Texts:
@@ -88,24 +80,6 @@ class _Texts:
     def text_of(self, key: NodeKey) -> str | None:
         """See `lazyrag.prompt.read.TextFinder`."""
         return None
-
-
-SECOND_PASSAGE = (
-    "How to read them\nA passage may repeat what another one says, or contradict it. Names, dates "
-    "and places are given as the source has them. What a passage leaves out is not known here.\n\n"
-)
-MORE_PASSAGES = (
-    "Where they come from\nThe collection was put together over several years by people who did "
-    "not know what would be asked. Some passages were cut from longer articles, so that the first "
-    "or the last sentence may refer to something outside. Numbers were not converted.\n\n"
-    "On the order\nThe order of the passages has no meaning. The first is not the most important "
-    "one, and passages on one subject need not stand together.\n\n"
-)
-PASSAGES = {
-    PASSAGE_SINK: NEUTRAL_PASSAGE,
-    "two passages": NEUTRAL_PASSAGE + SECOND_PASSAGE,
-    "four passages": NEUTRAL_PASSAGE + SECOND_PASSAGE + MORE_PASSAGES,
-}
 
 
 @dataclass(slots=True, eq=False)
@@ -258,9 +232,6 @@ class QualityBench:
         if sink == OWN_SINK:
             first = case.runs[0]
             return first.ids if isinstance(first, LiveRun) else ()
-        if sink in PASSAGES:
-            documents = sink_ids(DOCUMENTS, tokenizer)
-            return (*documents, *tokenizer.encode_text(PASSAGES[sink]))
         return sink_ids(sink, tokenizer)
 
     def _encode(self, cases: Sequence[_Case], sink: str) -> None:
@@ -461,25 +432,6 @@ def _heads_anew(runs: Sequence[Run]) -> list[Run]:
     return made
 
 
-def write_nodes(
-    pool: PagePool, geometry: Geometry, encoded: Sequence[StoredKV], places: Sequence[Pages]
-) -> None:
-    """As `lazyrag.engine.nodes.write_node_kv`, for many nodes at once."""
-    device = pool.k.device
-    slots = torch.cat(
-        [pool.slots(pages, 0, len(kv.ids)) for kv, pages in zip(encoded, places, strict=True)]
-    )
-    positions = torch.cat([torch.arange(len(kv.ids)) for kv in encoded]).to(device)
-    k = torch.cat([kv.k for kv in encoded], dim=1).to(device, pool.k.dtype)
-    v = torch.cat([kv.v for kv in encoded], dim=1).to(device, pool.v.dtype)
-    tables = {
-        rotary: cos_sin(rotary, positions) for rotary in {layer.rotary for layer in geometry.layers}
-    }
-    for index, layer in enumerate(geometry.layers):
-        cos, sin = tables[layer.rotary]
-        write_kv(pool.k[index], pool.v[index], k[index], v[index], slots, cos, sin)
-
-
 def _batches(lengths: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
     """Of ascending lengths ranges [first, stop) whose padded tokens stay within the limit."""
     first = 0
@@ -489,3 +441,60 @@ def _batches(lengths: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
             first = index
     if lengths:
         yield first, len(lengths)
+
+
+def _pool_tokens(
+    model: LoadedModel, examples: Sequence[Example], settings: Sequence[Setting]
+) -> int:
+    """Room that any of the examples needs: nodes behind every sink, live text of every setting."""
+    count = model.tokenizer.encode_text
+    longest = max(sum(len(count(text)) for text in example.texts) for example in examples)
+    sinks = {setting.sink for setting in settings} | {LOOK.sink}
+    live = sum(
+        1.0 if setting.use is Use.ANEW else 0.5 if setting.use is not Use.REUSED else 0.0
+        for setting in settings
+    )
+    pages = 2 * PAGE * max(len(example.texts) for example in examples)
+    return int((longest + pages) * (len(sinks) + live) + 1024 * len(settings))
+
+
+def measure(
+    model: LoadedModel,
+    examples: Sequence[Example],
+    settings: Sequence[Setting],
+    heads: Sequence[Head],
+    *,
+    greedy_tokens: int,
+    timed: int = 0,
+    done: Callable[[Sequence[Row], int], None],
+) -> list[Row]:
+    """Run all settings on all examples.
+
+    Args:
+        model: a loaded checkpoint.
+        examples: of any sets.
+        settings: `FULL` and `NO_DOCUMENTS` among them.
+        heads: whose attention chooses nodes.
+        greedy_tokens: of the text written for each setting; 0 = none is.
+        timed: of so many examples also the time to first token is measured.
+        done: called with the rows of each group of examples and how many examples are done.
+
+    Raises:
+        RequestError: an example does not fit.
+    """
+    group = GROUP["cpu" if model.device.type == "cpu" else "cuda"]
+    bench = QualityBench(
+        model,
+        heads=heads,
+        pool_tokens=group * _pool_tokens(model, examples, settings),
+        greedy_tokens=greedy_tokens,
+        written=[setting.name for setting in settings],
+        look=LOOK,
+    )
+    rows: list[Row] = []
+    for first in range(0, len(examples), group):
+        part = examples[first : first + group]
+        made = list(bench.run(part, settings, timed=first < timed))
+        rows += made
+        done(made, first + len(part))
+    return rows

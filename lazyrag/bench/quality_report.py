@@ -20,6 +20,19 @@ CLAIM = 0.98
 LIMITS = {"fast": 0.0, "balanced": 0.25, "best": 0.5}
 """Rungs of the ladder and the work they may take; ``fast`` computes no node anew."""
 
+SUMMARY_COLUMNS = (
+    "set", "setting", "examples", "nll", "gain", "gain_low", "gain_high", "behind_full", "kl",
+    "top1", "same_text", "em", "f1", "gold", "work", "ttft_s",
+)  # fmt: skip
+EXPLAINED = (
+    "NLL: nats a token of the likeliest gold answer. Gain kept: (NLL without documents − NLL) / "
+    "(NLL without documents − NLL of full), of sums, with a 95% paired bootstrap interval over "
+    "examples. "
+    "KL and top-1 against full at every token of a gold answer. Gold: share of the gold documents "
+    "among the chosen nodes. Work: all tokens through the model before the first one of the answer "
+    "over those of full; the pass that chooses nodes counts with the share of layers it runs."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Rung:
@@ -97,13 +110,7 @@ def text(rows: Sequence[Row], note: str | None = None) -> str:
     table = Table(rows)
     lines = [] if note is None else [note, ""]
     counts = ", ".join(f"{name} {len(table.examples_of(name))}" for name in table.sets)
-    lines += [
-        f"{len(table.examples)} examples ({counts}). NLL: nats a token of the likeliest gold answer. "
-        "Gain kept: (NLL without documents − NLL) / (NLL without documents − full's), of sums, with "
-        "a 95% paired bootstrap interval over examples. KL and top-1 against full at every token of "
-        "a gold answer. Work: all tokens through the model before the first one of the answer over "
-        "those of full; the pass that chooses nodes counts with the share of layers it runs.",
-    ]
+    lines.append(f"{len(table.examples)} examples ({counts}). {EXPLAINED}")
     for name in (None, *table.sets):
         examples = table.examples_of(name)
         if name is not None and len(table.sets) == 1:
@@ -196,10 +203,7 @@ def write_summary(rows: Sequence[Row], path: Path) -> None:
     table = Table(rows)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(
-            ["set", "setting", "examples", "nll", "gain", "gain_low", "gain_high", "behind_full"]
-            + ["kl", "top1", "same_text", "em", "f1", "gold", "work", "ttft_s"]
-        )
+        writer.writerow(SUMMARY_COLUMNS)
         for name, one in summaries(table):
             numbers: Iterable[float | None] = (
                 one.nll, one.gain.value, one.gain.low, one.gain.high, one.behind.value, one.kl,

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from lazyrag.engine.sink import DOCUMENTS, NONE, TEMPLATE
+from lazyrag.engine.sink import DOCUMENTS, NONE, PASSAGES, TEMPLATE
 from lazyrag.quality.moves import Offsets
 
 OWN_SINK = "own"
 """The prompt's own live text before its first node, as at query time."""
-PASSAGE_SINK = "passage"
-"""As `DOCUMENTS`, then a neutral passage."""
 
 
 class Chooser(StrEnum):
@@ -114,10 +112,11 @@ def controls(setting: Setting) -> list[Setting]:
     """What a setting that computes nodes anew has to be compared with."""
     chosen = f"{setting.chooser} {_amount(setting.count, setting.limit)}"
     plain = replace(setting, tunable=False)
+    plain_full = replace(plain, use=Use.ANEW, offsets=Offsets.IN_LINE)
     return [
-        replace(plain, name=f"only {chosen}", kept=Kept.CHOSEN, use=Use.ANEW),
-        replace(plain, name=f"full, {chosen} last", use=Use.ANEW, last=True),
-        replace(plain, name=f"reused, {chosen} last", use=Use.REUSED, last=True),
+        replace(plain_full, name=f"only {chosen}", kept=Kept.CHOSEN),
+        replace(plain_full, name=f"full, {chosen} last"),
+        replace(plain, name=f"reused, {setting.name}", use=Use.REUSED),
     ]
 
 
@@ -145,61 +144,56 @@ def scaled(setting: Setting, temperature: float, lse_scale: float) -> Setting:
     )
 
 
-_SCALES = [
-    (temperature, lse_scale)
-    for temperature in (0.8, 0.9, 1.0, 1.1)
-    for lse_scale in (0.8, 0.9, 1.0, 1.1)
-    if (temperature, lse_scale) != (1.0, 1.0)
-]
+_SCALES = ((0.9, 0.9), (0.8, 0.8), (0.9, 0.8), (0.9, 1.0), (1.0, 0.9), (1.1, 1.0))
 _ATTENTION, _RETRIEVER, _BOTH = Chooser.ATTENTION, Chooser.RETRIEVER, Chooser.BOTH
-_QUARTER = anew(_ATTENTION, limit=0.25)
+LOOK = behind(FAST, PASSAGES)
+"""How nodes are treated while it is measured which of them a question attends to."""
 
-EVERYTHING: tuple[Setting, ...] = (
-    NO_DOCUMENTS,
-    FULL,
-    FAST,
-    *(replace(FAST, name=f"sink {sink}", sink=sink)
-      for sink in (NONE, TEMPLATE, OWN_SINK, PASSAGE_SINK)),
-    moved(FAST, Offsets.ONE_START),
-    moved(FAST, Offsets.ONE_END),
-    replace(FAST, name="heads anew", use=Use.HEADS_ANEW),
-    *(scaled(FAST, *scale) for scale in _SCALES),
-    *(anew(_ATTENTION, count) for count in (1, 2, 3, 4)),
-    _QUARTER,
-    anew(_ATTENTION, limit=0.4),
-    *(anew(_RETRIEVER, count) for count in (1, 2)),
-    anew(_RETRIEVER, limit=0.25),
-    *(anew(_BOTH, count) for count in (1, 2)),
-    *(anew(_BOTH, limit=limit) for limit in (0.25, 0.4)),
-    *(anew(Chooser.RANDOM, count) for count in (1, 2)),
-    anew(Chooser.RANDOM, limit=0.25),
-    *(anew(Chooser.GOLD, count) for count in (1, 2)),
-    *(anew(_ATTENTION, count, last=False) for count in (1, 2)),
-    anew(_ATTENTION, 2, best_last=True),
-    *(anew(_ATTENTION, count, sink=OWN_SINK) for count in (1, 2)),
-    *(anew(_ATTENTION, limit=0.25, sink=sink) for sink in (OWN_SINK, PASSAGE_SINK)),
-    *(scaled(_QUARTER, *scale)
-      for scale in ((0.9, 0.9), (1.0, 0.9), (0.9, 1.0), (1.1, 1.0), (1.0, 1.1))),
-    *controls(anew(_ATTENTION, 1)),
-    *controls(anew(_ATTENTION, 2)),
-    *controls(_QUARTER),
-    controls(anew(_ATTENTION, limit=0.4))[0],
-    controls(anew(_RETRIEVER, limit=0.25))[0],
-    controls(anew(_BOTH, limit=0.25))[0],
-)  # fmt: skip
-"""What a whole run compares."""
+
+def _together(setting: Setting) -> Setting:
+    """Nodes behind `PASSAGES`, from one start: what the rungs of the ladder have in common."""
+    return moved(behind(setting, PASSAGES), Offsets.ONE_START)
+
+
+BALANCED = _together(anew(_ATTENTION, limit=0.25, best_last=True))
+BEST = _together(anew(_ATTENTION, limit=0.4, best_last=True))
 
 SHORT: tuple[Setting, ...] = (
     NO_DOCUMENTS,
     FULL,
     FAST,
-    _QUARTER,
-    anew(_RETRIEVER, limit=0.25),
-    anew(Chooser.RANDOM, limit=0.25),
-    *controls(_QUARTER),
-    anew(_ATTENTION, limit=0.4),
+    LOOK,
+    _together(FAST),
+    BALANCED,
+    BEST,
+    _together(anew(_RETRIEVER, limit=0.25, best_last=True)),
+    _together(anew(Chooser.RANDOM, limit=0.25)),
+    *controls(BALANCED),
 )
 """The ladder and its controls."""
+
+EVERYTHING: tuple[Setting, ...] = (
+    *SHORT,
+    *(behind(FAST, sink) for sink in (NONE, TEMPLATE, OWN_SINK)),
+    replace(FAST, name="heads anew", use=Use.HEADS_ANEW),
+    *(moved(FAST, offsets) for offsets in (Offsets.ONE_START, Offsets.ONE_END, Offsets.NEAR)),
+    *(moved(LOOK, offsets) for offsets in (Offsets.ONE_END, Offsets.NEAR)),
+    *(scaled(FAST, *scale) for scale in _SCALES),
+    *(scaled(LOOK, *scale) for scale in _SCALES[:2]),
+    *(scaled(_together(FAST), *scale) for scale in _SCALES[:2]),
+    *(anew(_ATTENTION, count) for count in (1, 2, 3)),
+    *(anew(_ATTENTION, count, last=False) for count in (1, 2)),
+    *(anew(_ATTENTION, limit=limit, best_last=True) for limit in (0.25, 0.4)),
+    *(behind(anew(_ATTENTION, limit=limit, best_last=True), PASSAGES) for limit in (0.25, 0.4)),
+    *(_together(anew(_ATTENTION, count, best_last=True)) for count in (1, 2, 3)),
+    _together(anew(_BOTH, limit=0.25, best_last=True)),
+    _together(anew(_RETRIEVER, 1)),
+    *(anew(Chooser.GOLD, count) for count in (1, 2)),
+    scaled(BALANCED, 0.9, 0.9),
+    *controls(_together(anew(_ATTENTION, 1)))[:2],
+    controls(BEST)[0],
+)  # fmt: skip
+"""What a whole run compares."""
 
 
 def named(settings: Sequence[Setting], names: Sequence[str]) -> list[Setting]:

@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
 
-    with Engine.from_pretrained(arguments.model) as engine:
+    with Engine.from_pretrained(arguments.model, reuse_live=False) as engine:  # asked repeatedly
         nodes = take(passages(engine, arguments.tokens), arguments.nodes)
         engine.precompute(nodes, progress=True)
         prompts = prompts_of(nodes, arguments.requests)

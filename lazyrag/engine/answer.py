@@ -1,58 +1,127 @@
-"""One answer on its way: which tokens come next, and what their logits make of it."""
+"""One request on its way: which tokens come next, and what their logits make of it."""
 
 from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
 
+import torch
 from torch import Tensor
 
-from lazyrag.engine.generation import Deliver, FinishReason, Generation
+from lazyrag.engine.generation import Deliver, FinishReason, Generation, Outcome, Scores
+from lazyrag.engine.metrics import Metrics
+from lazyrag.engine.metrics import Outcome as Ending
 from lazyrag.engine.report import NodeStatus, Reason, ReuseReport
 from lazyrag.engine.request import Request
 from lazyrag.engine.runner import Rows, Started
 from lazyrag.engine.sampling import Sampler
 from lazyrag.engine.text_stream import TextStream
-from lazyrag.errors import RequestError
+from lazyrag.errors import EngineBusyError, RequestError, RequestTimeoutError
 from lazyrag.model.load import LoadedModel
 from lazyrag.types import Quality
+
+_CHOSEN = (Reason.LAST_TOKEN, Reason.FASTER, Reason.CHOSEN)
+"""Reasons of nodes that are computed although their KV could be had."""
 
 logger = logging.getLogger("lazyrag")
 
 
-class Answer:
-    """The state of one running request; the worker's thread alone changes it.
+class Task(ABC):
+    """A request in line or running; the worker's thread alone changes it.
+
+    Args:
+        request: placed and checked.
+        deliver: where what comes of it goes.
+        metrics: counts what becomes of it.
+
+    Attributes:
+        cancelled: set by the reader, from any thread; looked at between forward passes.
+        started: its pages, once it has them.
+        begun: whether all its KV is in place, and forward passes with it go on.
+    """
+
+    def __init__(self, request: Request, deliver: Deliver, metrics: Metrics) -> None:
+        self.request = request
+        self.cancelled = False
+        self.started: Started | None = None
+        self.begun = False
+        self._deliver = deliver
+        self._metrics = metrics
+        self._submitted = self._admitted = time.perf_counter()
+        self._computed = 0
+
+    def admit(self, started: Started) -> None:
+        """It has its pages."""
+        self.started = started
+        self._admitted = time.perf_counter()
+
+    def begin(self) -> None:
+        """Its nodes are in place.
+
+        Raises:
+            RequestError: ``strict``, and a known node had to be computed.
+        """
+        assert self.started is not None, "it has its pages"
+        self._computed = self.started.reused
+        self.report = self.request.report(self.started.origins, self.started.reused)
+        self._metrics.started(self.report, self._admitted - self._submitted)
+        _check_strict(self.request, self.report)
+        self.begun = True
+
+    @property
+    @abstractmethod
+    def decoding(self) -> bool:
+        """Whether it needs one token a pass from here on."""
+
+    @abstractmethod
+    def take(self, most: int) -> Rows:
+        """At most ``most`` tokens for the next forward pass."""
+
+    @abstractmethod
+    def advance(self, logits: Tensor) -> Outcome | None:
+        """Go on from a pass.
+
+        Args:
+            logits: fp32 [wanted, vocab], of the rows taken last; called when any were wanted.
+
+        Returns:
+            The outcome when it is complete, not delivered yet.
+        """
+
+    def conclude(self, outcome: Outcome | BaseException) -> None:
+        """Tell the reader that it is over; one that cannot be told is nobody else's trouble."""
+        self._metrics.finished(_name_of(outcome))
+        try:
+            self._deliver(outcome)
+        except BaseException:
+            logger.exception("the outcome of a request could not be delivered")
+
+
+class Answer(Task):
+    """Writes an answer token by token.
 
     Args:
         request: placed and checked.
         model: for its tokenizer and its end-of-text ids.
         deliver: where the pieces go.
-
-    Attributes:
-        cancelled: set by the reader, from any thread; looked at between forward passes.
-        started: its KV, once it runs.
+        metrics: counts what becomes of it.
     """
 
-    def __init__(self, request: Request, model: LoadedModel, deliver: Deliver) -> None:
-        self.request = request
-        self.cancelled = False
-        self.started: Started | None = None
+    def __init__(
+        self, request: Request, model: LoadedModel, deliver: Deliver, metrics: Metrics
+    ) -> None:
+        super().__init__(request, deliver, metrics)
         self._model = model
-        self._deliver = deliver
-        self._prefilled = 0
         self._token_ids: list[int] = []
-        self._submitted = self._last = time.perf_counter()
+        self._last = self._submitted
         self._first: float | None = None
 
-    def begin(self, started: Started) -> None:
-        """Its nodes and pages are in place.
-
-        Raises:
-            RequestError: ``strict``, and a known node had to be computed.
-        """
-        self.started = started
-        self._report = self.request.report(started.origins)
-        _check_strict(self.request, self._report)
+    def begin(self) -> None:
+        """See `Task`."""
+        super().begin()
         options = self.request.options
         self._sampler = Sampler(options, self.request.ids, self.request.constraint)
         self._text = TextStream(self._model.tokenizer.decode, options.stop)
@@ -60,32 +129,30 @@ class Answer:
     @property
     def decoding(self) -> bool:
         """Whether the whole prompt is computed."""
-        return self._prefilled == len(self.request.prompt.live_ids)
+        return self._computed == len(self.request.prompt.live_ids)
 
     def take(self, most: int) -> Rows:
-        """At most ``most`` tokens for the next forward pass, and their positions."""
+        """See `Task`."""
         assert self.started is not None, "it runs"
         sequence, prompt = self.started.sequence, self.request.prompt
         if self.decoding:
             position = prompt.next_position + len(self._token_ids) - 1
-            return sequence, self._token_ids[-1:], [position]
-        chunk = slice(self._prefilled, self._prefilled + most)
-        self._prefilled = min(chunk.stop, len(prompt.live_ids))
-        return sequence, prompt.live_ids[chunk], prompt.live_positions[chunk]
+            return Rows(sequence, self._token_ids[-1:], [position], 1)
+        chunk = slice(self._computed, self._computed + most)
+        self._computed = min(chunk.stop, len(prompt.live_ids))
+        ids, positions = prompt.live_ids[chunk], prompt.live_positions[chunk]
+        return Rows(sequence, ids, positions, int(self.decoding))
 
     def advance(self, logits: Tensor) -> Generation | None:
-        """Choose the next token and deliver what can be shown of it.
-
-        Args:
-            logits: [vocab], behind the last token of the prompt or of the answer.
-
-        Returns:
-            The whole answer when it is complete, not delivered yet.
-        """
-        token = self._sampler.next(logits)
-        self._last = time.perf_counter()
+        """Choose the next token and deliver what can be shown of it; see `Task`."""
+        token = self._sampler.next(logits[0])
+        now = time.perf_counter()
         if self._first is None:
-            self._first = self._last
+            self._first = now
+            self._metrics.first_token(self.request.recognise_s + now - self._submitted)
+        else:
+            self._metrics.next_token(now - self._last)
+        self._last = now
         self._token_ids.append(token)
         finish: FinishReason | None = None
         if token in self._model.eos_ids:
@@ -102,30 +169,94 @@ class Answer:
             self._say(self._text.finish())
         return self._generation(finish)
 
-    def conclude(self, outcome: Generation | BaseException) -> None:
-        """Tell the reader that it is over; one that cannot be told is nobody else's trouble."""
-        try:
-            self._deliver(outcome)
-        except BaseException:
-            logger.exception("the outcome of a request could not be delivered")
-
     def _say(self, piece: str) -> None:
         if piece:
             self._deliver(piece)
 
     def _generation(self, finish: FinishReason) -> Generation:
-        report, first = self._report, self._first or self._last
+        report, first = self.report, self._first or self._last
         report.ttft_s = self.request.recognise_s + first - self._submitted
         if self._last > first:
             report.decode_tokens_per_s = (len(self._token_ids) - 1) / (self._last - first)
         return Generation(self._text.text, self._token_ids, finish, report)
 
 
+class Scoring(Task):
+    """Finds how likely an answer is that is given.
+
+    Args:
+        request: its ``new_tokens`` are those of the answer.
+        answer: token ids, at least one.
+        whole: whether the whole distributions are wanted.
+        deliver: where the `Scores` go.
+        metrics: counts what becomes of it.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        answer: Sequence[int],
+        whole: bool,
+        deliver: Deliver,
+        metrics: Metrics,
+    ) -> None:
+        super().__init__(request, deliver, metrics)
+        prompt = request.prompt
+        after = range(prompt.next_position, prompt.next_position + len(answer) - 1)
+        self._answer = answer
+        self._whole = whole
+        self._ids = (*prompt.live_ids, *answer[:-1])
+        self._positions = (*prompt.live_positions, *after)
+        self._first_wanted = len(prompt.live_ids) - 1
+        self._scores: list[float] = []
+        self._distributions: list[Tensor] = []
+
+    @property
+    def decoding(self) -> bool:
+        """Never: its tokens are known."""
+        return False
+
+    def take(self, most: int) -> Rows:
+        """See `Task`."""
+        assert self.started is not None, "it runs"
+        first, stop = self._computed, min(self._computed + most, len(self._ids))
+        self._computed = stop
+        wanted = max(0, stop - max(first, self._first_wanted))
+        ids, positions = self._ids[first:stop], self._positions[first:stop]
+        return Rows(self.started.sequence, ids, positions, wanted)
+
+    def advance(self, logits: Tensor) -> Scores | None:
+        """Look the next tokens of the answer up; see `Task`."""
+        distributions = logits.log_softmax(dim=-1)
+        done = len(self._scores)
+        answer = self._answer[done : done + len(logits)]
+        chosen = torch.tensor(answer, device=logits.device)[:, None]
+        self._scores += distributions.gather(1, chosen)[:, 0].tolist()
+        if self._whole:
+            self._distributions.append(distributions.cpu())
+        if len(self._scores) < len(self._answer):
+            return None
+        whole = torch.cat(self._distributions) if self._whole else None
+        return Scores(self._scores, self.report, whole)
+
+
+def _name_of(outcome: Outcome | BaseException) -> Ending:
+    if isinstance(outcome, Generation):
+        return Ending(outcome.finish_reason)
+    if isinstance(outcome, Scores):
+        return Ending.STOP
+    if isinstance(outcome, CancelledError):
+        return Ending.CANCELLED
+    if isinstance(outcome, RequestTimeoutError):
+        return Ending.TIMEOUT
+    return Ending.REFUSED if isinstance(outcome, EngineBusyError) else Ending.FAILED
+
+
 def _check_strict(request: Request, report: ReuseReport) -> None:
     if not request.options.strict or request.options.quality is Quality.FULL:
         return
     for node in report.nodes:
-        if node.status is NodeStatus.RECOMPUTED and node.reason is not Reason.LAST_TOKEN:
+        if node.status is NodeStatus.RECOMPUTED and node.reason not in _CHOSEN:
             raise RequestError(
                 f"strict: node {node.key} ({node.tokens:,} tokens) had to be computed anew: "
                 f"{node.reason}."

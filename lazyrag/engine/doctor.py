@@ -112,7 +112,7 @@ def _lazy_logits(model: LoadedModel, prompts: list[PlacedPrompt], sink: tuple[in
             pages = pool.allocate(len(node.run.ids))
             assert pages is not None
             (kv,) = encoder.encode([node.run.ids])
-            write_node_kv(pool, model.geometry, kv, pages)
+            write_node_kv(pool, model.geometry, kv.k, kv.v, pages)
             nodes.append(SeenNode(pages, node.run.used, node.offset, node.first_row))
         live = len(prompt.live_ids)
         pages = pool.allocate(live)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
 from lazyrag_kernels.attention import attend_behind_prefix
 from torch import Tensor
 
+from lazyrag.engine.costs import Costs
 from lazyrag.errors import ModelError
 from lazyrag.model import seam
 from lazyrag.model.load import LoadedModel
@@ -64,10 +66,18 @@ class Encoder:
         sink: ids every node is encoded behind. They act through the hidden states only: their own
             KV is computed once and dropped (DESIGN, invariant 2).
         dtype: of the returned K and V.
+        costs: learns how long it takes; None = nobody wants to know.
     """
 
-    def __init__(self, model: LoadedModel, sink: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        sink: tuple[int, ...],
+        dtype: torch.dtype,
+        costs: Costs | None = None,
+    ) -> None:
         self._model = model
+        self._costs = costs or Costs()
         self._dtype = dtype
         self._sink = sink
         self._prefix: list[tuple[Tensor, Tensor]] | None = None
@@ -90,8 +100,11 @@ class Encoder:
             self._prefix = [
                 (k.transpose(0, 1), v.transpose(0, 1)) for k, v in zip(*sink, strict=True)
             ]
+        started = time.perf_counter()
         kept = self._run(nodes, self._prefix, self._dtype)
-        return [self._checked(ids, kv.cpu()) for ids, kv in zip(nodes, kept, strict=True)]
+        on_cpu = [kv.cpu() for kv in kept]
+        self._costs.was_encoded(sum(map(len, nodes)), time.perf_counter() - started)
+        return [self._checked(ids, kv) for ids, kv in zip(nodes, on_cpu, strict=True)]
 
     def _checked(self, ids: Sequence[int], kv: Tensor) -> StoredKV:
         if not kv.isfinite().all():

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import inspect
 import os
+import secrets
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
 
 from lazyrag.engine import doctor
+from lazyrag.engine.attention import MAX_ROWS
+from lazyrag.engine.calibrate import calibrate
 from lazyrag.engine.constraint import JsonConstraints
+from lazyrag.engine.costs import Costs
 from lazyrag.engine.encode import Encoder
-from lazyrag.engine.generation import Generation, GenerationStream
+from lazyrag.engine.fetch import Fetcher
+from lazyrag.engine.generation import Delivery, Generation, GenerationStream, Scores
+from lazyrag.engine.host import HostTier
 from lazyrag.engine.ingest import IngestEstimate, Ingestor, kept_texts
 from lazyrag.engine.library import Library
-from lazyrag.engine.nodes import NodeLoader, NodePlacer
-from lazyrag.engine.pool import PagePool, page_size_on
+from lazyrag.engine.live import LiveKey
+from lazyrag.engine.metrics import EngineStats, Gauges, Metrics
+from lazyrag.engine.nodes import NodeComputer, NodePlacer
+from lazyrag.engine.pool import PageKey, PagePool, page_size_on
 from lazyrag.engine.progress import token_bar
+from lazyrag.engine.report import Tier
 from lazyrag.engine.request import Request
 from lazyrag.engine.runner import Runner
 from lazyrag.engine.sampling import make_options
@@ -31,6 +43,10 @@ from lazyrag.engine.worker import Worker
 from lazyrag.errors import RequestError
 from lazyrag.model.load import LoadedModel, load_model, parse_device, parse_dtype
 from lazyrag.prompt.read import PromptReader, ReadPrompt
+from lazyrag.prompt.segments import NodeRun, Run, end_live, place
+from lazyrag.quality.calibration import Calibration, recall, remember
+from lazyrag.quality.choice import by_heads
+from lazyrag.quality.ladder import RUNGS, Climbed, Rung, climb
 from lazyrag.store import Encoding, KVStore
 from lazyrag.types import (
     DEFAULT_SINK,
@@ -47,8 +63,18 @@ from lazyrag.types import (
 
 POOL_BYTES = 4 * 2**30
 """Most bytes the pool takes unless told otherwise (and at most a quarter of the memory)."""
-POOL_FULL_S = 0.02
-"""Pause before an answer is scored when running requests fill the pool."""
+HOST_SHARE = 4
+"""Beside a GPU at most one part in so many of the host's memory keeps nodes, unless told."""
+CALIBRATION_TEXTS = 512
+"""Ingested texts that calibration draws from, at most."""
+NOT_CALIBRATED = (
+    "This checkpoint is not calibrated: the nodes to compute anew are the first ones of the "
+    "prompt, not those the question needs most. Run `lazyrag calibrate` once."
+)
+NO_ROOM_TO_LOOK = (
+    "The pool had no room to look which nodes the question needs most: the first ones of the "
+    "prompt were computed anew."
+)
 POOL_WINDOWS = 8
 """The pool holds at most this many full context windows unless told otherwise."""
 
@@ -73,6 +99,9 @@ class Engine:
         kv_dtype: KVDType | str = KVDType.MODEL,
         sink: str = DEFAULT_SINK,
         pool_bytes: int | None = None,
+        idle_bytes: int | None = None,
+        host_bytes: int | None = None,
+        reuse_live: bool = True,
         tenant: str = "",
     ) -> None:
         self._model = model
@@ -86,12 +115,35 @@ class Engine:
                 f"{model.name!r} is {geometry.max_positions:,}: nothing is left for a node."
             )
         kv = getattr(torch, self.encoding.dtype.value)
+        metrics = self._metrics = Metrics()
+        costs = self._costs = Costs(metrics)
+        host = self._host = HostTier(
+            _host_bytes(model, host_bytes),
+            pinned=model.device.type == "cuda",
+            evicted=partial(metrics.evicted, Tier.HOST, 1),
+        )
+        kv_bytes = geometry.kv_bytes_per_token(kv)
+
+        def bring_s(key: PageKey, tokens: int) -> float:
+            if isinstance(key, LiveKey):
+                return costs.encode.seconds(tokens)
+            return costs.bring_s(tokens, tokens * kv_bytes, key in host)
+
+        page_size = page_size_on(model.device)
+        page_bytes = page_size * geometry.kv_bytes_per_token(model.dtype)
+
+        def evicted(key: PageKey, pages: int) -> None:
+            metrics.evicted(Tier.DEVICE, isinstance(key, NodeKey), pages * page_bytes)
+
         self._pool = PagePool(
             geometry,
             pages=_pool_pages(model, pool_bytes),
-            page_size=page_size_on(model.device),
+            page_size=page_size,
             dtype=model.dtype,
             device=model.device,
+            idle_pages=_idle_pages(model, page_size, idle_bytes),
+            bring_s=bring_s,
+            evicted=evicted,
         )
         self._temporary = tempfile.TemporaryDirectory(prefix="lazyrag-") if store is None else None
         self.store = KVStore.open(self._temporary.name if self._temporary else store or "")
@@ -104,15 +156,18 @@ class Engine:
             vocabulary=model.model.config.vocab_size,
             longest_node=longest_node,
         )
-        encoder = Encoder(model, self.encoding.sink, kv)
-        loader = NodeLoader(self.store, digest, encoder, library)
-        placer = NodePlacer(self._pool, geometry, loader)
-        self._runner = Runner(model, self._pool, placer, loader)
-        self._worker = Worker(self._runner)
+        encoder = Encoder(model, self.encoding.sink, kv, costs)
+        fetcher = self._fetcher = Fetcher(self.store, host, costs, kv_bytes)
+        computer = NodeComputer(self.store, digest, encoder, library, fetcher)
+        placer = NodePlacer(self._pool, geometry, fetcher, computer, costs)
+        self._runner = Runner(model, self._pool, placer, fetcher, computer, reuse_live=reuse_live)
+        self._worker = Worker(self._runner, metrics)
+        fetcher.notify = self._worker.node_arrived
         self._ingestor = Ingestor(
             self.store, digest, library, encoder, geometry, kv, longest_node, self._worker.call
         )
         self._constraints = JsonConstraints(model)
+        self._calibration: Calibration | None = None
 
     @classmethod
     def from_pretrained(
@@ -125,6 +180,9 @@ class Engine:
         kv_dtype: KVDType | str = KVDType.MODEL,
         sink: str = DEFAULT_SINK,
         pool_bytes: int | None = None,
+        idle_bytes: int | None = None,
+        host_bytes: int | None = None,
+        reuse_live: bool = True,
         tenant: str = "",
     ) -> Engine:
         """Load a model and open a store.
@@ -138,7 +196,13 @@ class Engine:
             sink: what nodes are encoded behind: ``documents`` (a neutral system message and
                 "Documents:"), ``template`` (the chat template's own opening), ``none``, or a text
                 of your own.
-            pool_bytes: memory for KV in use and for idle nodes; None = chosen from the machine.
+            pool_bytes: device memory for KV in use and for idle nodes; None = chosen from the
+                machine.
+            idle_bytes: of it, at most so much keeps KV that no running request uses; None = all.
+            host_bytes: host memory for nodes beside the device's; None = chosen from the machine
+                with a GPU, none without.
+            reuse_live: whether live text is reused when everything before it is the same: a
+                repeated system text, an unchanged chat history.
             tenant: nodes of one tenant are never served to another.
 
         The first use of a checkpoint runs a self-check of a second or two: attention over placed
@@ -156,6 +220,9 @@ class Engine:
             kv_dtype=kv_dtype,
             sink=sink,
             pool_bytes=pool_bytes,
+            idle_bytes=idle_bytes,
+            host_bytes=host_bytes,
+            reuse_live=reuse_live,
             tenant=tenant,
         )
 
@@ -169,8 +236,8 @@ class Engine:
     ) -> Engine:
         """As `from_pretrained`, but one engine per model, store and settings in this process.
 
-        Without a store there is nothing to share, and a fresh engine is made. ``pool_bytes`` tells
-        no engines apart: the first one's stays.
+        Without a store there is nothing to share, and a fresh engine is made. Sizes of memory and
+        ``reuse_live`` tell no engines apart: the first one's stay.
         """
         if store is None:
             return cls.from_pretrained(model, **settings)
@@ -340,6 +407,70 @@ class Engine:
 
         return self._worker.call(drop)
 
+    # memory
+
+    def pin(self, nodes: Iterable[str | NodeKey]) -> None:
+        """Bring nodes into the pool and keep them there until `unpin`; pins are counted.
+
+        Pinned nodes are part of no budget for idle ones; what they take is there for no other.
+
+        Args:
+            nodes: texts in the exact form in which they reach the model, or keys.
+
+        Raises:
+            RequestError: a key is not known, a text cannot be a node, or the pool has not enough
+                room beside what is pinned and running; nothing was pinned.
+        """
+        self._check_open()
+        runs = self._node_runs(nodes)
+        self._worker.call(lambda: self._runner.pin(runs))
+
+    def unpin(self, nodes: Iterable[str | NodeKey]) -> None:
+        """Take one pin of each back: they are idle nodes like others again.
+
+        Raises:
+            RequestError: one is not pinned; nothing changed.
+        """
+        self._check_open()
+        keys = {run.key for run in self._node_runs(nodes)}
+        self._worker.call(lambda: self._runner.unpin(keys))
+
+    def _node_runs(self, nodes: Iterable[str | NodeKey]) -> list[NodeRun]:
+        if isinstance(nodes, str):
+            raise RequestError("nodes must be a list of texts or keys, not one string.")
+        segments = [Node(text=one) if isinstance(one, str) else Node(key=one) for one in nodes]
+        runs = self._reader.read_segments(segments).runs if segments else []
+        return [run for run in runs if isinstance(run, NodeRun)]
+
+    # quality
+
+    def calibrate(
+        self,
+        texts: Sequence[str] | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Calibration:
+        """Find out how this checkpoint shows which nodes a question needs; kept for these weights.
+
+        `Quality.BALANCED` and `Quality.BEST` choose nodes by it. Takes a minute or so, during which
+        nothing else is answered; needs no labels.
+
+        Args:
+            texts: of nodes; None = some of the ingested ones.
+            progress: called with (made-up questions done, questions in all).
+
+        Raises:
+            RequestError: too few texts.
+        """
+        self._check_open()
+        chosen = self._library.some_texts(CALIBRATION_TEXTS) if texts is None else list(texts)
+        found = self._worker.call(
+            lambda: calibrate(self._model, self.encoding.sink, chosen, progress=progress)
+        )
+        remember(self._model, found)
+        self._calibration = found
+        return found
+
     # generation
 
     def generate(
@@ -393,14 +524,55 @@ class Engine:
             )
         return self._start(messages, options, overrides)
 
+    def sample(
+        self,
+        prompt: Prompt | Sequence[Mapping[str, str]],
+        n: int,
+        options: GenerationOptions | None = None,
+        **overrides: Any,
+    ) -> list[Generation]:
+        """Several answers to one prompt or conversation; the prompt is computed once.
+
+        Answer ``i`` is the one that a single request with the seed ``seed + i`` gets.
+
+        Args:
+            prompt: as for `generate`, or messages as for `chat`.
+            n: how many, at least 1.
+            options: how to decode; ``overrides`` are fields of it. At temperature 0 all are equal.
+
+        Raises:
+            RequestError: as `generate`; or ``n`` is no positive whole number.
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise RequestError(f"n must be a whole number of at least 1, not {n!r}.")
+        first = self._request(prompt, options, overrides)
+        seed = secrets.randbits(32) if first.options.seed is None else int(first.options.seed)
+        streams = []
+        for number in range(n):
+            constraint = first.constraint
+            if number and first.options.json_schema is not None:
+                constraint = self._constraints.make(first.options.json_schema)
+            chosen = replace(first.options, seed=seed + number)
+            streams.append(self._stream_of(replace(first, options=chosen, constraint=constraint)))
+        try:
+            streams[0].wait_for_piece()  # from here on the others find the prompt computed
+            for stream in streams[1:]:
+                stream.begin()
+            return [stream.read() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.close()
+
+    def _stream_of(self, request: Request) -> GenerationStream:
+        return GenerationStream(lambda deliver: self._worker.submit(request, deliver))
+
     def _start(
         self,
         prompt: Prompt | Sequence[Mapping[str, str]],
         options: GenerationOptions | None,
         overrides: Mapping[str, Any],
     ) -> GenerationStream:
-        request = self._request(prompt, options, overrides)
-        return GenerationStream(lambda deliver: self._worker.submit(request, deliver))
+        return self._stream_of(self._request(prompt, options, overrides))
 
     def _request(
         self,
@@ -415,9 +587,44 @@ class Engine:
         chosen = make_options(options, overrides)
         schema = chosen.json_schema
         constraint = None if schema is None else self._constraints.make(schema)
-        request = Request.from_prompt(self._read(prompt), chosen, constraint, self._model, started)
+        read = self._read(prompt)
+        climbed = self._climb(read, chosen.quality)
+        request = Request.from_prompt(read, chosen, constraint, self._model, started, climbed)
         self._runner.check_fits(request)
         return request
+
+    def _climb(self, read: ReadPrompt, quality: Quality) -> Climbed | None:
+        """The prompt as a rung of the ladder has it; None = it stays as given."""
+        rung = RUNGS.get(quality)
+        runs = end_live(read.runs)
+        nodes = [run for run in runs if isinstance(run, NodeRun)]
+        if rung is None or not nodes:
+            return None
+        ranking, looked = self._ranking(read, runs, rung)
+        return climb(runs, rung, ranking, self._model.tokenizer.control_ids, looked)
+
+    def _ranking(self, read: ReadPrompt, runs: list[Run], rung: Rung) -> tuple[list[int], float]:
+        """Node numbers, the most wanted first, and what it cost to find out, in tokens."""
+        prompt = place(runs)
+        given = list(range(len(prompt.nodes)))
+        if self._calibration is None:
+            self._calibration = recall(self._model)
+        if self._calibration is None:
+            read.warnings.append(NOT_CALIBRATED)
+            return given, 0.0
+        heads = self._calibration.heads
+        layers = {head.layer for head in heads}
+        looked = len(prompt.live_ids) * (max(layers) + 1) / len(self._model.geometry.layers)
+        room = rung.limit * prompt.tokens - len(prompt.live_ids) - looked
+        if len(given) < 2 or len(prompt.live_ids) > MAX_ROWS:
+            return given, 0.0
+        if all(node.run.used > room for node in prompt.nodes):
+            return [], 0.0  # nothing can be chosen
+        masses = self._worker.call(lambda: self._runner.look(prompt, layers))
+        if masses is None:
+            read.warnings.append(NO_ROOM_TO_LOOK)
+            return given, 0.0
+        return by_heads(masses, heads), looked
 
     def _check_open(self) -> None:
         if self._closed:
@@ -455,23 +662,63 @@ class Engine:
         Raises:
             RequestError: the answer is empty, or prompt and answer do not fit.
         """
+        return self._score(prompt, answer, quality, whole=False).log_probabilities
+
+    def _score(
+        self,
+        prompt: Prompt | Sequence[Mapping[str, str]],
+        answer: str,
+        quality: Quality | str,
+        *,
+        whole: bool,
+    ) -> Scores:
+        """As `score`; with ``whole`` the distribution at every token of the answer as well."""
         ids = self._model.tokenizer.encode_text(answer)
         if not ids:
             raise RequestError("the answer to score is empty.")
         overrides = {"quality": quality, "max_new_tokens": len(ids)}
         request = self._request(prompt, None, overrides)
-        while True:
-            scores = self._worker.call(lambda: self._runner.score(request, ids))
-            if scores is not None:
-                return scores
-            time.sleep(POOL_FULL_S)
+        outcomes: SimpleQueue[Delivery] = SimpleQueue()
+        task = self._worker.score(request, ids, whole, outcomes.put)
+        try:
+            outcome = outcomes.get()
+        except BaseException:
+            task.cancelled = True
+            raise
+        if isinstance(outcome, BaseException):
+            raise outcome
+        assert isinstance(outcome, Scores)
+        return outcome
 
     # life
+
+    def stats(self) -> EngineStats:
+        """What this engine has done since it was made, and how things stand; from any thread."""
+        pool, host = self._pool, self._host
+        page_bytes = pool.page_size * self._model.geometry.kv_bytes_per_token(pool.k.dtype)
+        waiting, loading, running = self._worker.line
+        return self._metrics.snapshot(
+            Gauges(
+                waiting=waiting,
+                loading=loading,
+                running=running,
+                pool_pages=pool.total_pages,
+                pool_free_pages=pool.free_pages,
+                idle_bytes=pool.evictable_pages * page_bytes,
+                idle_budget_bytes=pool.idle_budget * page_bytes,
+                pinned_bytes=pool.pinned_pages * page_bytes,
+                resident_nodes=len(pool),
+                host_nodes=len(host),
+                host_bytes=host.used_bytes,
+                host_budget_bytes=host.budget_bytes,
+            )
+        )
 
     def close(self) -> None:
         """Give the store (and a temporary folder) back. The engine cannot be used afterwards."""
         self._closed = True
         self._worker.close()
+        self._fetcher.close()
         self.store.close()
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -500,7 +747,8 @@ def _shared_key(
     chosen["dtype"] = dtype = str(parse_dtype(chosen["dtype"], device)).removeprefix("torch.")
     if chosen["kv_dtype"] == KVDType.MODEL:
         chosen["kv_dtype"] = dtype
-    del chosen["pool_bytes"]
+    for name in ("pool_bytes", "idle_bytes", "host_bytes", "reuse_live"):
+        del chosen[name]
     return tuple(sorted((name, str(value)) for name, value in chosen.items()))
 
 
@@ -523,6 +771,28 @@ def _encoding(model: LoadedModel, sink: str, kv_dtype: KVDType | str, tenant: st
     )
 
 
+def _idle_pages(model: LoadedModel, page_size: int, idle_bytes: int | None) -> int | None:
+    if idle_bytes is None:
+        return None
+    if idle_bytes < 0:
+        raise RequestError(f"idle_bytes must not be negative, not {idle_bytes}.")
+    return idle_bytes // (page_size * model.geometry.kv_bytes_per_token(model.dtype))
+
+
+def _host_bytes(model: LoadedModel, host_bytes: int | None) -> int:
+    if host_bytes is not None:
+        if host_bytes < 0:
+            raise RequestError(f"host_bytes must not be negative, not {host_bytes}.")
+        return host_bytes
+    if model.device.type != "cuda":  # the pool is host memory already
+        return 0
+    return _memory_bytes() // HOST_SHARE
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _pool_pages(model: LoadedModel, pool_bytes: int | None) -> int:
     page_size = page_size_on(model.device)
     per_page = page_size * model.geometry.kv_bytes_per_token(model.dtype)
@@ -535,6 +805,6 @@ def _pool_pages(model: LoadedModel, pool_bytes: int | None) -> int:
     if model.device.type == "cuda":
         memory, _ = torch.cuda.mem_get_info(model.device)
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = _memory_bytes()
     windows = POOL_WINDOWS * model.geometry.max_positions
     return max(1, min(min(POOL_BYTES, memory // 4) // per_page, -(-windows // page_size)))

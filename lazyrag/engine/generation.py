@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Literal, Protocol
 
+from torch import Tensor
+
 from lazyrag.engine.report import ReuseReport
 from lazyrag.errors import RequestError
 
@@ -32,9 +34,27 @@ class Generation:
     report: ReuseReport
 
 
-Delivery = str | Generation | BaseException
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How likely a given answer is.
+
+    Attributes:
+        log_probabilities: natural, of each token of the answer, given all before it.
+        report: what was reused and what was not.
+        distributions: fp32 [tokens, vocab], log-probabilities of every token there; None unless
+            asked for.
+    """
+
+    log_probabilities: list[float]
+    report: ReuseReport
+    distributions: Tensor | None = None
+
+
+Outcome = Generation | Scores
+"""What comes of a request."""
+Delivery = str | Outcome | BaseException
 Deliver = Callable[[Delivery], None]
-"""Takes the pieces of an answer, then its `Generation` or what went wrong; must not block."""
+"""Takes the pieces of an answer, then its outcome or what went wrong; must not block."""
 
 
 class Cancellable(Protocol):
@@ -52,27 +72,54 @@ class GenerationStream(Iterator[str]):
 
     def __init__(self, submit: Callable[[Deliver], Cancellable]) -> None:
         self._submit = submit
-        self._answer: Cancellable | None = None
+        self._task: Cancellable | None = None
+        self._peeked: Delivery | None = None
         self._pieces: SimpleQueue[Delivery] = SimpleQueue()
         self._result: Generation | None = None
         self._closed = False
         self._beginning = threading.Lock()
 
-    def __next__(self) -> str:
+    def begin(self) -> None:
+        """Begin the work now; asking for the first piece does so, too."""
         with self._beginning:
-            if self._answer is None and not self._closed:
-                self._answer = self._submit(self._pieces.put)
+            if self._task is None and not self._closed:
+                self._task = self._submit(self._pieces.put)
+
+    def wait_for_piece(self) -> None:
+        """Begin, and return when there is something to read."""
+        self.begin()
+        if not self._closed and self._peeked is None:
+            self._peeked = self._pieces.get()
+
+    def __next__(self) -> str:
+        self.begin()
         while not self._closed:
-            piece = self._pieces.get()
+            piece, self._peeked = self._peeked, None
+            if piece is None:
+                piece = self._pieces.get()
             if isinstance(piece, str):
                 return piece
             self._closed = True
             self._pieces.put(piece)  # for another thread that reads
             if isinstance(piece, Generation):
                 self._result = piece
-            elif not isinstance(piece, CancelledError):
+            elif isinstance(piece, BaseException) and not isinstance(piece, CancelledError):
                 raise piece
         raise StopIteration
+
+    def hand_over(self, deliver: Deliver) -> Cancellable:
+        """Begin the work for another reader, which gets every piece and may cancel it.
+
+        The stream itself is over with that: it gives nothing, and closing it stops nothing.
+
+        Raises:
+            RequestError: the stream has begun or was closed; or the engine was.
+        """
+        with self._beginning:
+            if self._closed or self._task is not None:
+                raise RequestError("a stream that has begun or was closed cannot be handed over.")
+            self._closed = True
+            return self._submit(deliver)
 
     def read(self) -> Generation:
         """Read to the end; the whole answer."""
@@ -98,8 +145,8 @@ class GenerationStream(Iterator[str]):
         """
         with self._beginning:
             self._closed = True
-            if self._answer is not None:
-                self._answer.cancelled = True
+            if self._task is not None:
+                self._task.cancelled = True
         self._pieces.put(CancelledError())  # wakes a thread that reads
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""The pool of KV pages, and which nodes are resident in it.
+"""The pool of KV pages, and what is resident in it: nodes, and live text that may come again.
 
     k, v   [layers, pages * page_size, kv_heads, head_dim]
 
@@ -8,12 +8,15 @@ contiguous run of slots is one matrix product on the CPU.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from lazyrag_kernels.attention import Pages
 
 from lazyrag.engine.eviction import EvictionPolicy
+from lazyrag.engine.live import LiveKey
 from lazyrag.model.geometry import Geometry
 from lazyrag.types import NodeKey
 
@@ -82,21 +85,42 @@ class PageAllocator:
         self.free += 1
 
 
+PageKey = NodeKey | LiveKey
+"""Whose KV it is: a node's, or that of one page of live text."""
+
+
 @dataclass(slots=True)
-class ResidentNode:
-    """A node in the pool; ``users`` running requests see it."""
+class Resident:
+    """KV in the pool that running requests share.
+
+    Attributes:
+        pages: where it lies.
+        tokens: how many.
+        users: requests (and pins) that hold it.
+        ready: whether the pages hold it already.
+    """
 
     pages: Pages
     tokens: int
     users: int = 0
+    ready: bool = True
 
 
 class PagePool:
-    """Pages and resident nodes. Not thread-safe: the worker owns it.
+    """Pages, and what is resident in them. Not thread-safe: the worker owns it.
 
-    Idle nodes stay until their pages are needed; `EvictionPolicy` decides which go. Bringing a node
-    back takes as long as it is large, so that the least often used goes first. A node in use is
-    never evicted.
+    What nobody uses stays until its pages are needed, at most ``idle_pages`` of it;
+    `EvictionPolicy` decides what goes. What is in use is never evicted.
+
+    Args:
+        geometry: of the model.
+        pages: in all.
+        page_size: tokens a page.
+        dtype, device: of the KV.
+        idle_pages: most pages that idle entries may keep; None = all there are.
+        bring_s: seconds to bring an entry back once it is gone, from its key and its tokens; by
+            default it takes as long as it is large.
+        evicted: called with every entry that goes for want of room, and its pages.
     """
 
     def __init__(
@@ -107,6 +131,9 @@ class PagePool:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        idle_pages: int | None = None,
+        bring_s: Callable[[PageKey, int], float] | None = None,
+        evicted: Callable[[PageKey, int], None] | None = None,
     ) -> None:
         shape = (
             len(geometry.layers),
@@ -117,9 +144,14 @@ class PagePool:
         self.page_size = page_size
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.pinned_pages = 0
+        self._bring_s = bring_s or (lambda key, tokens: float(tokens))
+        self._tell_evicted = evicted or (lambda key, pages: None)
         self._allocator = PageAllocator(pages)
-        self._resident: dict[NodeKey, ResidentNode] = {}
-        self._idle: EvictionPolicy[NodeKey] = EvictionPolicy(max(1, pages))  # sizes in pages
+        self._resident: dict[PageKey, Resident] = {}
+        budget = pages if idle_pages is None else min(idle_pages, pages)
+        self._idle: EvictionPolicy[PageKey] = EvictionPolicy(budget)  # sizes in pages
+        self._pins: Counter[PageKey] = Counter()
 
     @property
     def capacity(self) -> int:
@@ -132,64 +164,126 @@ class PagePool:
 
     @property
     def evictable_pages(self) -> int:
-        return sum(len(node.pages) for node in self._resident.values() if not node.users)
+        """Pages of idle entries."""
+        return self._idle.used_bytes
+
+    @property
+    def total_pages(self) -> int:
+        return self._allocator.total
+
+    @property
+    def idle_budget(self) -> int:
+        """Most pages that idle entries may keep."""
+        return self._idle.budget_bytes
 
     def pages_for(self, tokens: int) -> int:
         """Pages that ``tokens`` tokens occupy."""
         return -(-tokens // self.page_size)
 
     def allocate(self, tokens: int) -> Pages | None:
-        """Pages for ``tokens`` tokens, evicting idle nodes if need be; None when impossible."""
+        """Pages for ``tokens`` tokens, evicting idle entries if need be; None when impossible."""
         count = self.pages_for(tokens)
         if count > self.free_pages + self.evictable_pages:
             return None
         while self.free_pages < count:
-            for key in self._idle.evict(count - self.free_pages):
-                self._give_up(key)
+            self._evicted(self._idle.evict(count - self.free_pages))
         return self._allocator.allocate(count)
 
     def release(self, pages: Pages) -> None:
         """Give a request's own pages back."""
         self._allocator.release(pages)
 
-    def acquire(self, key: NodeKey) -> ResidentNode | None:
-        """A resident node, marked in use; None when it is not in the pool."""
-        node = self._resident.get(key)
-        if node is not None:
-            self._idle.remove(key)
+    def touch(self, keys: Iterable[PageKey]) -> None:
+        """A request uses these, be they in the pool or not: what is used often stays longer."""
+        for key in keys:
             self._idle.touch(key)
-            node.users += 1
-        return node
 
-    def admit(self, key: NodeKey, pages: Pages, tokens: int) -> ResidentNode:
-        """Make a node resident and mark it in use; ``pages`` already hold its KV."""
-        node = ResidentNode(pages, tokens, users=1)
-        self._resident[key] = node
-        self._idle.touch(key)
-        return node
+    def acquire(self, key: PageKey) -> Resident | None:
+        """A resident entry, marked in use; None when it is not in the pool."""
+        entry = self._resident.get(key)
+        if entry is not None:
+            self._idle.remove(key)
+            entry.users += 1
+        return entry
 
-    def leave(self, key: NodeKey) -> None:
-        """One request less uses the node."""
-        node = self._resident[key]
-        if node.users < 1:
-            raise ValueError(f"node {key} is not in use")
-        node.users -= 1
-        if not node.users:
-            offer = self._idle.add(key, max(1, len(node.pages)), node.tokens)
-            for gone in offer.evicted if offer.admitted else (key,):
-                self._give_up(gone)
+    def admit(self, key: PageKey, pages: Pages, tokens: int, *, ready: bool = True) -> Resident:
+        """Make an entry resident and mark it in use.
 
-    def drop(self, key: NodeKey) -> None:
-        """Give up a node's place; one in use stays, and is an idle node like any other later."""
-        node = self._resident.get(key)
-        if node is not None and not node.users:
+        Args:
+            key: not resident yet.
+            pages: allocated; they become the entry's.
+            tokens: how many it has.
+            ready: whether the pages hold its KV already.
+        """
+        entry = Resident(pages, tokens, users=1, ready=ready)
+        self._resident[key] = entry
+        return entry
+
+    def entry(self, key: PageKey) -> Resident:
+        """A resident entry.
+
+        Raises:
+            KeyError: it is not in the pool.
+        """
+        return self._resident[key]
+
+    def leave(self, key: PageKey) -> None:
+        """One request less uses the entry; what never became ready is given up with the last."""
+        entry = self._resident[key]
+        if entry.users < 1:
+            raise ValueError(f"{key} is not in use")
+        entry.users -= 1
+        if entry.users:
+            return
+        if not entry.ready:
+            self._give_up(key)
+            return
+        size = max(1, len(entry.pages))
+        offer = self._idle.add(key, size, self._bring_s(key, entry.tokens))
+        self._evicted(offer.evicted if offer.admitted else (key,))
+
+    def drop(self, key: PageKey) -> None:
+        """Give up an entry's place; one in use stays, and is idle like any other later."""
+        entry = self._resident.get(key)
+        if entry is not None and not entry.users:
             self._idle.forget(key)
             self._give_up(key)
 
-    def __contains__(self, key: NodeKey) -> bool:
+    def pin(self, key: PageKey) -> None:
+        """Count an entry that is in use as pinned: its pages are there for no other."""
+        if not self._pins[key]:
+            self.pinned_pages += len(self._resident[key].pages)
+        self._pins[key] += 1
+
+    def unpin(self, key: PageKey) -> None:
+        """Take one pin back.
+
+        Raises:
+            ValueError: it is not pinned.
+        """
+        if not self._pins[key]:
+            raise ValueError(f"{key} is not pinned")
+        self._pins[key] -= 1
+        if not self._pins[key]:
+            del self._pins[key]
+            self.pinned_pages -= len(self._resident[key].pages)
+
+    def is_pinned(self, key: PageKey) -> bool:
+        return key in self._pins
+
+    def __contains__(self, key: PageKey) -> bool:
         return key in self._resident
 
-    def _give_up(self, key: NodeKey) -> None:
+    def __len__(self) -> int:
+        """Resident nodes; pages of live text are not counted."""
+        return sum(isinstance(key, NodeKey) for key in list(self._resident))
+
+    def _evicted(self, keys: Iterable[PageKey]) -> None:
+        for key in keys:
+            self._tell_evicted(key, len(self._resident[key].pages))
+            self._give_up(key)
+
+    def _give_up(self, key: PageKey) -> None:
         self._allocator.release(self._resident.pop(key).pages)
 
     def slots(self, pages: Pages, first: int, count: int) -> torch.Tensor:

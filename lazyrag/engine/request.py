@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 
 from lazyrag.engine.constraint import Constraint
 from lazyrag.engine.report import NodeReport, NodeStatus, Origin, Reason, ReuseReport, Tier
-from lazyrag.errors import RequestError
+from lazyrag.errors import RequestError, RequestTimeoutError
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.read import NearNode, ReadPrompt
 from lazyrag.prompt.segments import NodeRun, PlacedPrompt, Run, as_live, end_live, place
+from lazyrag.quality.ladder import Climbed
 from lazyrag.types import GenerationOptions, NodeKey, Quality
 
 DEFAULT_NEW_TOKENS = 256
 
-_LIVE = (Reason.QUALITY_FULL, Reason.LAST_TOKEN)
+_LIVE = (Reason.QUALITY_FULL, Reason.LAST_TOKEN, Reason.CHOSEN)
 """Reasons of nodes that were computed as live text."""
 _NEAR = {"changed": Reason.CHANGED, "cut": Reason.CUT, "quoted": Reason.QUOTED}
 
@@ -36,6 +37,7 @@ class Request:
         new_tokens: at most this many are generated.
         recognise_s: seconds that reading the prompt (and its JSON Schema) took.
         deadline: of ``time.perf_counter``, after which the request is stopped.
+        climbed: the prompt as its rung of the ladder has it, if it has one.
     """
 
     prompt: PlacedPrompt
@@ -47,6 +49,7 @@ class Request:
     new_tokens: int
     recognise_s: float
     deadline: float | None
+    climbed: Climbed | None = None
 
     @classmethod
     def from_prompt(
@@ -56,13 +59,35 @@ class Request:
         constraint: Constraint | None,
         model: LoadedModel,
         started: float,
+        climbed: Climbed | None = None,
     ) -> Request:
         """Place the prompt and check that it fits the context window, before any work.
+
+        Args:
+            read: the prompt as given.
+            options, constraint: of the answer.
+            model: that answers.
+            started: of ``time.perf_counter``, when the request came.
+            climbed: the prompt as a rung of the ladder has it; None = as given, or nothing reused.
 
         Raises:
             RequestError: prompt and answer do not fit; says by how much.
         """
         recognise_s = time.perf_counter() - started
+        if climbed is not None:
+            prompt = place(climbed.runs)
+            return cls(
+                prompt=prompt,
+                known=tuple((node.run, node.offset) for node in climbed.nodes),
+                near=tuple(read.near),
+                warnings=tuple(read.warnings),
+                options=options,
+                constraint=constraint,
+                new_tokens=_new_tokens(prompt, options, climbed.runs, model),
+                recognise_s=recognise_s,
+                deadline=None if options.timeout_s is None else started + options.timeout_s,
+                climbed=climbed,
+            )
         runs = end_live(read.runs)
         known = [(node.run, node.offset) for node in place(runs).nodes]
         if len(known) < sum(isinstance(run, NodeRun) for run in read.runs):  # one token, the last
@@ -87,10 +112,10 @@ class Request:
         """Called between forward passes.
 
         Raises:
-            RequestError: the request has taken longer than it may.
+            RequestTimeoutError: the request has taken longer than it may.
         """
         if self.deadline is not None and time.perf_counter() > self.deadline:
-            raise RequestError(
+            raise RequestTimeoutError(
                 f"the request took longer than its timeout of {self.options.timeout_s:g} s and was "
                 "stopped. Allow more time, retrieve less, or ask for fewer new tokens."
             )
@@ -101,22 +126,29 @@ class Request:
         ids = [id for node in self.prompt.nodes for id in node.run.ids[: node.run.used]]
         return ids + list(self.prompt.live_ids)
 
-    def report(self, origins: Mapping[NodeKey, Origin]) -> ReuseReport:
+    def report(self, origins: Mapping[NodeKey, Origin], live_reused: int = 0) -> ReuseReport:
         """The report as far as it is known before decoding.
 
         Args:
             origins: of every reused node; empty with ``quality="full"``.
+            live_reused: leading live tokens that were computed before.
         """
         report = ReuseReport(quality=self.options.quality, recognise_s=self.recognise_s)
         report.warnings = list(self.warnings)
         report.prompt_tokens = self.prompt.tokens
-        report.tokens_computed = len(self.prompt.live_ids)
+        report.live_tokens_reused = live_reused
+        report.tokens_computed = len(self.prompt.live_ids) - live_reused
         bytes_read: Counter[Tier] = Counter()
         counted: set[NodeKey] = set()
-        for run, offset in self.known:
+        standing = self.climbed.nodes if self.climbed is not None else ()
+        if self.climbed is not None:
+            report.tokens_looked = self.climbed.looked
+        for place_, (run, offset) in enumerate(self.known):
             origin = origins.get(run.key, Origin(Tier.NONE, 0, Reason.QUALITY_FULL))
             if not run.used:
                 origin = Origin(Tier.NONE, 0, Reason.LAST_TOKEN)
+            if standing and standing[place_].anew:
+                origin = Origin(Tier.NONE, 0, Reason.CHOSEN)
             first_time = run.key not in counted
             counted.add(run.key)
             if first_time:
@@ -127,7 +159,15 @@ class Request:
                 report.tokens_computed += len(run.ids)
             status = NodeStatus.REUSED if origin.reason is None else NodeStatus.RECOMPUTED
             report.nodes.append(
-                NodeReport(run.key, len(run.ids), offset, origin.tier, status, origin.reason)
+                NodeReport(
+                    run.key,
+                    len(run.ids),
+                    offset,
+                    origin.tier,
+                    status,
+                    origin.reason,
+                    standing[place_].given if standing else None,
+                )
             )
         report.bytes_by_tier = {tier: nbytes for tier, nbytes in bytes_read.items() if nbytes}
         for near in self.near:

@@ -1,9 +1,11 @@
 """Which requests run, and what goes into each forward pass: continuous batching.
 
 Requests are admitted in order of priority, then of arrival; one that finds no room waits, and
-nobody overtakes it. Pages for the whole answer are taken at admission, so nothing that runs is ever
-put back. A step holds one token of every answer that is being written and, within a budget, the
-next part of prompts that are still read; priority, then the first prompt in, gets the budget first.
+nobody overtakes it. Pages for nodes and the whole answer are taken at admission, so nothing that
+runs is ever put back. Nodes that are not resident are read meanwhile, and a request takes part as
+soon as its own are here; a node that must be computed is, between two passes. A step holds one
+token of every answer that is being written and, within a budget, the next part of prompts that are
+still read; priority, then the first prompt in, gets the budget first.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
+from functools import partial
 
-from lazyrag.engine.answer import Answer
-from lazyrag.engine.generation import Generation
+from lazyrag.engine.answer import Task
+from lazyrag.engine.generation import Outcome
 from lazyrag.engine.runner import Rows, Runner
 from lazyrag.engine.sequence import PagedSequence
-from lazyrag.errors import LazyRagError, RequestError
+from lazyrag.errors import EngineBusyError, LazyRagError, RequestError
 
 STEP_TOKENS = 2048
 """Prompt tokens of one forward pass when no answer is being written."""
@@ -29,10 +32,10 @@ MAX_RUNNING = 256
 """Requests that run at once."""
 MAX_WAITING = 4096
 """Requests that wait; more are refused."""
-ADMIT_S = 0.05
-"""Seconds after which no further request is admitted (its nodes loaded) before a forward pass."""
+PLACE_S = 0.05
+"""Seconds after which no further node is written into pages before a forward pass."""
 
-Pass = list[tuple[Answer, Rows]]
+Pass = list[tuple[Task, Rows]]
 """Requests and their next tokens."""
 
 logger = logging.getLogger("lazyrag")
@@ -43,135 +46,178 @@ class Scheduler:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._waiting: list[tuple[int, int, Answer]] = []
-        self._running: list[Answer] = []
+        self._waiting: list[tuple[int, int, Task]] = []
+        self._running: list[Task] = []
         self._arrival = itertools.count()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room; from any thread."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> tuple[int, int]:
+        """Requests that wait for their nodes, and those that take part in passes; any thread."""
+        begun = [task.begun for task in list(self._running)]
+        return begun.count(False), begun.count(True)
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return not self._waiting and not self._running
 
-    def add(self, answer: Answer) -> None:
+    def add(self, task: Task) -> None:
         """Put a request in line."""
         if len(self._waiting) >= MAX_WAITING:
-            answer.conclude(
-                RequestError(
+            task.conclude(
+                EngineBusyError(
                     f"{MAX_WAITING:,} requests are waiting already; ask again later, or use "
                     "another engine."
                 )
             )
             return
-        place = (-answer.request.options.priority, next(self._arrival), answer)
+        place = (-task.request.options.priority, next(self._arrival), task)
         heapq.heappush(self._waiting, place)
 
-    def step(self) -> None:
-        """Admit what fits, run one forward pass, deliver what came of it."""
+    def step(self) -> bool:
+        """Admit what fits, take in what has arrived, run one forward pass, deliver what came of it.
+
+        Returns:
+            False when nothing could be done: every request waits for nodes that are being read.
+        """
         self._drop(self._given_up)
-        self._admit()
-        for batch in _passes(self._next_tokens()):
+        admitted = self._admit()
+        arrived = self._take_in()
+        passes = _passes(self._next_tokens())
+        for batch in passes:
             self._forward(batch)
+        return bool(admitted or arrived or passes) or self._runner.wait_for_sent()
 
     def _next_tokens(self) -> Pass:
-        budget = SHARED_STEP_TOKENS if any(a.decoding for a in self._running) else STEP_TOKENS
+        ready = [task for task in self._running if task.begun]
+        budget = SHARED_STEP_TOKENS if any(task.decoding for task in ready) else STEP_TOKENS
         batch: Pass = []
-        for answer in sorted(self._running, key=lambda answer: -answer.request.options.priority):
-            if answer.decoding:
-                batch.append((answer, answer.take(1)))
+        for task in sorted(ready, key=lambda task: -task.request.options.priority):
+            if task.decoding:
+                batch.append((task, task.take(1)))
             elif budget:
-                rows = answer.take(budget)
-                budget -= len(rows[1])
-                batch.append((answer, rows))
+                rows = task.take(budget)
+                budget -= len(rows.ids)
+                batch.append((task, rows))
         return batch
 
     def _forward(self, batch: Pass) -> None:
         try:
             logits = self._runner.forward([rows for _, rows in batch])
         except BaseException as error:
-            for answer, _ in batch:
-                self._end(answer, error)
+            for task, _ in batch:
+                self._end(task, error)
             if not isinstance(error, Exception):
                 raise
             return
-        for (answer, _), scores in zip(batch, logits, strict=True):
-            if not answer.decoding:
+        for (task, rows), scores in zip(batch, logits, strict=True):
+            if not rows.wanted:
                 continue
             try:
-                generation = answer.advance(scores)
+                outcome = task.advance(scores)
             except Exception as error:
-                self._end(answer, error)
+                self._end(task, error)
                 continue
-            if generation is not None:
-                self._end(answer, generation)
+            if outcome is not None:
+                self._end(task, outcome)
 
     def fail_all(self, error: BaseException) -> None:
         """End every request with ``error``, whatever else fails."""
         while not self.idle:
             try:
-                self._drop(lambda answer: error)
+                self._drop(lambda task: error)
             except Exception:
                 logger.exception("what a request held could not be given back")
 
-    def _admit(self) -> None:
-        until = time.perf_counter() + ADMIT_S
+    def _admit(self) -> bool:
+        admitted = False
         while self._waiting and len(self._running) < MAX_RUNNING:
-            *_, answer = self._waiting[0]
+            *_, task = self._waiting[0]
             try:
-                started = self._runner.begin(answer.request)
+                started = self._runner.begin(task.request)
                 if started is None:
                     if self._running:
-                        return
+                        return admitted
+                    self._runner.check_fits(task.request)  # since then nodes may have been pinned
                     raise LazyRagError(
                         "the pool has no room although nothing runs: pages are missing. Open "
                         "another engine, and please report this."
                     )
                 heapq.heappop(self._waiting)
-                self._running.append(answer)
-                answer.begin(started)
+                self._running.append(task)
+                task.admit(started)
             except Exception as error:
-                if self._waiting and self._waiting[0][-1] is answer:
+                if self._waiting and self._waiting[0][-1] is task:
                     heapq.heappop(self._waiting)
-                self._end(answer, error)
-            if time.perf_counter() > until:
-                return
+                self._end(task, error)
+            admitted = True
+        return admitted
+
+    def _take_in(self) -> bool:
+        """Nodes that have arrived, at most one that must be computed, requests that have all."""
+        moved = self._runner.place(time.perf_counter() + PLACE_S)
+        moved |= self._runner.compute_next()
+        for task in [task for task in self._running if not task.begun]:
+            assert task.started is not None, "it was admitted"
+            try:
+                if (error := task.started.error) is not None:
+                    raise error
+                if task.started.ready:
+                    task.begin()
+                    moved = True
+            except Exception as error:
+                self._end(task, error)
+                moved = True
+        return moved
 
     @staticmethod
-    def _given_up(answer: Answer) -> BaseException | None:
+    def _given_up(task: Task) -> BaseException | None:
         """Why a request need not go on: its reader has left, or its time is up."""
-        if answer.cancelled:
+        if task.cancelled:
             return CancelledError()
         try:
-            answer.request.check_time()
+            task.request.check_time()
         except RequestError as error:
             return error
         return None
 
-    def _drop(self, reason_of: Callable[[Answer], BaseException | None]) -> None:
-        for answer in list(self._running):
-            if (reason := reason_of(answer)) is not None:
-                self._end(answer, reason)
+    def _drop(self, reason_of: Callable[[Task], BaseException | None]) -> None:
+        for task in list(self._running):
+            if (reason := reason_of(task)) is not None:
+                self._end(task, reason)
         reasons = [(place, reason_of(place[-1])) for place in self._waiting]
-        for (*_, answer), reason in reasons:
+        for (*_, task), reason in reasons:
             if reason is not None:
-                answer.conclude(reason)
+                task.conclude(reason)
         if any(reason is not None for _, reason in reasons):
             self._waiting = [place for place, reason in reasons if reason is None]
             heapq.heapify(self._waiting)
 
-    def _end(self, answer: Answer, outcome: Generation | BaseException) -> None:
-        """Give back what a request held, then tell its reader in any case."""
-        if answer in self._running:
-            self._running.remove(answer)
-        started, answer.started = answer.started, None
+    def _end(self, task: Task, outcome: Outcome | BaseException) -> None:
+        """Give back what a request held, then tell its reader in any case.
+
+        A good outcome is told once the nodes that were computed for it are in the store.
+        """
+        if task in self._running:
+            self._running.remove(task)
+        started, task.started = task.started, None
         try:
             if started is not None:
                 self._runner.end(started)
         finally:
-            answer.conclude(outcome)
+            if started is None or isinstance(outcome, BaseException):
+                task.conclude(outcome)
+            else:
+                started.placed.when_stored(partial(task.conclude, outcome))
 
 
 def _passes(batch: Pass) -> Sequence[Pass]:
     """What is computed together: all over the pool in one pass, each with copies in its own."""
-    paged = [entry for entry in batch if isinstance(entry[1][0], PagedSequence)]
-    copied = [[entry] for entry in batch if not isinstance(entry[1][0], PagedSequence)]
+    paged = [entry for entry in batch if isinstance(entry[1].sequence, PagedSequence)]
+    copied = [[entry] for entry in batch if not isinstance(entry[1].sequence, PagedSequence)]
     return [paged, *copied] if paged else copied

@@ -11,6 +11,7 @@ from lazyrag_kernels.kv_write import write_kv
 from lazyrag_kernels.rope import Rotary, cos_sin
 from torch import Tensor
 
+from lazyrag.engine.live import LiveKey, LiveNames
 from lazyrag.engine.pool import PagePool
 from lazyrag.model.geometry import Geometry
 
@@ -26,14 +27,18 @@ class SeenNode:
 
 
 class PagedSequence:
-    """A request over the pool: nodes shared with others, live pages of its own.
+    """A request over the pool: nodes and leading live pages shared with others, the rest its own.
 
     Args:
-        pool: of the engine.
-        nodes: in prompt order.
-        live_pages: for ``live_capacity`` tokens.
-        live_capacity: live tokens at most.
-        temperature, lse_scale: of attention to the nodes, see `NodeSpan` and `RequestRows`.
+        pool: holds them all.
+        nodes: what the prompt sees, in order.
+        live_pages: of all live text, the shared ones first.
+        live_capacity: most live tokens.
+        names: names the live pages from the first one that is not shared; None = others get none.
+        shared: how many leading pages were computed by earlier requests.
+        positions: of the tokens in those.
+        temperature, lse_scale: of attention to the nodes, see `NodeSpan` and `RequestRows`. They
+            are no part of the names: live text behind scaled nodes must not be shared.
     """
 
     def __init__(
@@ -42,9 +47,17 @@ class PagedSequence:
         nodes: Sequence[SeenNode],
         live_pages: Pages,
         live_capacity: int,
+        names: LiveNames | None = None,
+        shared: int = 0,
+        positions: Sequence[int] = (),
+        *,
         temperature: float = 1.0,
         lse_scale: float = 1.0,
     ) -> None:
+        scaled = temperature != 1.0 or lse_scale != 1.0
+        if scaled and (names is not None or shared):
+            raise ValueError("live text behind scaled nodes is not shared")
+        self._pool = pool
         self.nodes = nodes
         self._lse_scale = lse_scale
         self._seen = tuple(
@@ -52,10 +65,16 @@ class PagedSequence:
             for node in nodes
         )
         self._last_first_row = max((node.first_row for node in nodes), default=0)
+        self._names = names
+        self._full_pages = shared
+        self._published: list[LiveKey] = []
+        self._own = list(live_pages[shared:])
         self.live_pages = live_pages
+        self.reused = len(positions)
         self._positions = torch.empty(live_capacity, dtype=torch.int64)
+        self._positions[: self.reused] = torch.as_tensor(positions, dtype=torch.int64)
         self._slots = pool.slots(live_pages, 0, live_capacity)
-        self._length = 0
+        self._length = self.reused
 
     def rows(self, positions: Sequence[int]) -> tuple[RequestRows, Tensor]:
         """The next ``len(positions)`` live tokens as query rows, and their slots."""
@@ -84,6 +103,25 @@ class PagedSequence:
         if not 0 <= length <= self._length:
             raise ValueError(f"{length} of {self._length} live tokens cannot be kept")
         self._length = length
+
+    def computed(self, ids: Sequence[int], positions: Sequence[int]) -> None:
+        """Live tokens were computed: full pages of them serve later requests as well.
+
+        That is no use yet. Until it is used again, a page stays in free room only.
+        """
+        for name in self._names.extend(ids, positions) if self._names is not None else ():
+            page = self.live_pages[self._full_pages]
+            self._full_pages += 1
+            if name not in self._pool:
+                self._pool.admit(name, (page,), self._pool.page_size)
+                self._published.append(name)
+                self._own.remove(page)
+
+    def release(self) -> None:
+        """Give the request's own pages back; what serves others is only left."""
+        self._pool.release(tuple(self._own))
+        for name in reversed(self._published):  # the first pages serve the most requests
+            self._pool.leave(name)
 
 
 class PagedStep:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 
-from lazyrag.engine.answer import Answer
+from lazyrag.engine.answer import Answer, Scoring, Task
 from lazyrag.engine.generation import Deliver
+from lazyrag.engine.metrics import Metrics
 from lazyrag.engine.request import Request
 from lazyrag.engine.runner import Runner
 from lazyrag.engine.scheduler import Scheduler
@@ -20,6 +21,8 @@ from lazyrag.errors import LazyRagError, RequestError
 
 T = TypeVar("T")
 
+STALLED_S = 0.02
+"""Seconds between looks at time limits while every request waits for nodes that are being read."""
 IDLE_S = 5.0
 """Seconds without work after which the thread ends; the next request starts another one."""
 
@@ -33,27 +36,46 @@ class Worker:
     every waiting job at once; the next request is served.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, metrics: Metrics | None = None) -> None:
         self._runner = runner
+        self._metrics = metrics or Metrics()
         self._scheduler = Scheduler(runner)
         self._woken = threading.Condition()
-        self._arrived: deque[Answer] = deque()
+        self._arrived: deque[Task] = deque()
+        self._stalled = False
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, request: Request, deliver: Deliver) -> Answer:
-        """Put a request in line; ``deliver`` is called in the worker's thread.
+    def submit(self, request: Request, deliver: Deliver) -> Task:
+        """Put a request in line; ``deliver`` is called in threads of the engine.
 
         Raises:
             RequestError: the worker is closed.
         """
-        answer = Answer(request, self._runner.model, deliver)
+        return self._put(Answer(request, self._runner.model, deliver, self._metrics))
+
+    def score(self, request: Request, answer: Sequence[int], whole: bool, deliver: Deliver) -> Task:
+        """Put a request in line whose answer is given; see `Scoring`.
+
+        Raises:
+            RequestError: the worker is closed.
+        """
+        return self._put(Scoring(request, answer, whole, deliver, self._metrics))
+
+    def _put(self, task: Task) -> Task:
+        self._runner.prefetch(task.request)
         with self._woken:
             self._check_open()
             self._wake()
-            self._arrived.append(answer)
-        return answer
+            self._arrived.append(task)
+        return task
+
+    def node_arrived(self) -> None:
+        """A node was read: requests that wait for it may go on. From any thread."""
+        with self._woken:
+            self._stalled = False
+            self._woken.notify_all()
 
     def call(self, job: Callable[[], T], /) -> T:
         """Run ``job`` in the worker's thread, between two forward passes, and wait for it.
@@ -69,6 +91,12 @@ class Worker:
             self._wake()
             self._jobs.append((job, outcome))
         return outcome.result()
+
+    @property
+    def line(self) -> tuple[int, int, int]:
+        """Requests that wait for room, that wait for their nodes, and that run; any thread."""
+        scheduler = self._scheduler
+        return (len(self._arrived) + scheduler.waiting, *scheduler.running)
 
     def close(self) -> None:
         """End what runs and waits, and the thread. Safe to call more than once."""
@@ -108,16 +136,21 @@ class Worker:
     def _wait(self) -> bool:
         """Wait for work; False: there is none, or the worker was closed, and the thread ends."""
         with self._woken:
-            if self._scheduler.idle and not self._woken.wait_for(
-                lambda: self._closed or self._arrived or self._jobs, timeout=IDLE_S
-            ):
+            if self._scheduler.idle and not self._woken.wait_for(self._news, timeout=IDLE_S):
                 self._thread = None
+                self._runner.rest()
                 return False
+            if self._stalled:
+                self._woken.wait_for(lambda: self._news() or not self._stalled, timeout=STALLED_S)
             return not self._closed
+
+    def _news(self) -> bool:
+        return bool(self._closed or self._arrived or self._jobs)
 
     def _turn(self) -> None:
         """Take what has arrived, one job, one step."""
         with self._woken:
+            self._stalled = True  # unless a node arrives from here on, or the step finds work
             while self._arrived:
                 self._scheduler.add(self._arrived.popleft())
             job, outcome = self._jobs.popleft() if self._jobs else (None, None)
@@ -126,14 +159,15 @@ class Worker:
                 outcome.set_result(job())
             except BaseException as error:
                 outcome.set_exception(error)
-        self._scheduler.step()
+        if self._scheduler.step():
+            self._stalled = False
 
     def _end_all(self, error: BaseException) -> None:
         with self._woken:
             arrived, self._arrived = self._arrived, deque()
             jobs, self._jobs = self._jobs, deque()
         self._scheduler.fail_all(error)
-        for answer in arrived:
-            answer.conclude(error)
+        for task in arrived:
+            task.conclude(error)
         for _, outcome in jobs:
             outcome.set_exception(error)

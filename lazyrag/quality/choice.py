@@ -26,7 +26,7 @@ def by_heads(masses: Mapping[int, Tensor], heads: Sequence[Head]) -> list[int]:
     all of them is ruled by the first tokens of nodes and by the nearest node.
 
     Args:
-        masses: by layer [q_heads, rows, nodes], see `lazyrag.quality.mass.MassStep`.
+        masses: by layer [q_heads, rows, nodes], see `lazyrag.engine.mass.MassStep`.
         heads: which of them, at least one.
     """
     weights = torch.stack([masses[layer][head].double().mean(dim=0) for layer, head in heads])

@@ -33,22 +33,36 @@ RUNGS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """A node of a prompt as a rung has it.
+
+    Attributes:
+        run: the node.
+        given: its number in the prompt as given.
+        offset: position of its first token.
+        anew: whether it is computed anew.
+    """
+
+    run: NodeRun
+    given: int
+    offset: int
+    anew: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Climbed:
     """A prompt as a rung has it.
 
     Attributes:
         runs: what is read; nodes computed anew are live text in it.
-        order: ``order[place]`` is the number of the node, in the prompt as given, that stands at
-            that place.
-        anew: numbers of the nodes computed anew, the most wanted first.
+        nodes: in the order in which they are read.
         tokens: of the whole prompt.
         computed: of live text, nodes computed anew among it.
         looked: tokens of the pass that chose the nodes, times the share of layers it ran.
     """
 
     runs: list[Run]
-    order: tuple[int, ...]
-    anew: tuple[int, ...]
+    nodes: tuple[Standing, ...]
     tokens: int
     computed: int
     looked: float
@@ -68,9 +82,9 @@ def climb(
 ) -> Climbed:
     """Choose nodes, move them last within their group, and make them live text.
 
-    The prompt keeps every token; nothing but the order and the offsets of nodes of one group changes
-    (see `lazyrag.quality.moves.groups`). Prompts with explicit offsets, and nodes used in part, keep
-    their order and places.
+    The prompt keeps every token; nothing but the order and the offsets of nodes of one group
+    changes (see `lazyrag.quality.moves.groups`). In prompts with explicit offsets every token keeps
+    its place.
 
     Args:
         runs: of the prompt as given; its last run is live.
@@ -87,12 +101,30 @@ def climb(
     found = moves.groups(runs, control_ids)
     order = moves.placed_last(found, anew, ascending=True)
     places = [order.index(number) for number in anew]
-    moved = moves.computed_anew(moves.rearranged(runs, order), places)
+    moved = moves.rearranged(runs, order)
+    climbed = moves.computed_anew(moved, places)
+    climbed = moves.offset(climbed, moves.reused_groups(found, places), rung.offsets)
     return Climbed(
-        runs=moves.offset(moved, moves.reused_groups(found, places), rung.offsets),
-        order=tuple(order),
-        anew=tuple(anew),
+        runs=climbed,
+        nodes=_standing(moved, climbed, order, places),
         tokens=tokens,
         computed=live + sum(nodes[number].used for number in anew),
         looked=looked,
     )
+
+
+def _standing(
+    moved: Sequence[Run], climbed: Sequence[Run], order: Sequence[int], anew: Collection[int]
+) -> tuple[Standing, ...]:
+    """Where the nodes of ``moved`` stand in ``climbed``, run by run the same tokens."""
+    found: list[Standing] = []
+    cursor = 0
+    for node, run in zip(moved, climbed, strict=True):
+        offset = cursor if run.offset is None else run.offset
+        if isinstance(node, NodeRun):
+            place = len(found)
+            found.append(Standing(node, order[place], offset, place in anew))
+        cursor = (cursor if isinstance(run, NodeRun) else offset) + (
+            run.used if isinstance(run, NodeRun) else len(run.ids)
+        )
+    return tuple(found)

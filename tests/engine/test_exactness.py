@@ -45,7 +45,12 @@ def engine_for(checkpoint, tmp_path_factory) -> EngineFor:
         if (name, sink) not in made:
             store = tmp_path_factory.mktemp("store")
             engine = Engine.from_pretrained(
-                checkpoint(name), store=store, sink=sink, device=DEVICE, dtype="float32"
+                checkpoint(name),
+                store=store,
+                sink=sink,
+                device=DEVICE,
+                dtype="float32",
+                reuse_live=False,  # every live row is looked at, every time
             )
             engine._pool.k.fill_(float("nan"))
             engine._pool.v.fill_(float("nan"))

@@ -78,9 +78,11 @@ def test_no_page_is_lost_or_handed_out_twice(counts, random):
 def test_the_least_recently_used_idle_node_goes_first(pool: PagePool):
     for number in range(3):
         pool.admit(key(number), pool.allocate(8), 8)
+        pool.touch([key(number)])
     for number in range(3):
         pool.leave(key(number))
     pool.acquire(key(0))
+    pool.touch([key(0)])
     pool.leave(key(0))  # 1 is now the oldest
     pages = pool.allocate(12)  # 2 free pages, 1 must go
     assert pages == (2, 3, 6)
@@ -130,17 +132,68 @@ def test_nodes_used_once_do_not_displace_one_used_often(pool: PagePool):
     pages = pool.allocate(16)
     assert pages is not None
     pool.admit(hot, pages, 16)
+    pool.touch([hot])
     pool.leave(hot)
     for _ in range(5):
         assert pool.acquire(hot) is not None
+        pool.touch([hot])
         pool.leave(hot)
     for number in range(1, 10):
         pages = pool.allocate(8)
         assert pages is not None
         pool.admit(key(number), pages, 8)
+        pool.touch([key(number)])
         pool.leave(key(number))
     assert hot in pool and key(9) in pool
     assert key(1) not in pool and key(5) not in pool
     assert pool.free_pages + pool.evictable_pages == 8
     everything = pool.allocate(32)
     assert everything is not None and hot not in pool
+
+
+def test_idle_entries_keep_within_their_budget():
+    layer = AttentionLayer(1.0, Rotary(torch.ones(2)))
+    geometry = Geometry((layer,), 2, 1, 4, 100, b"")
+    gone: list[int] = []
+    pool = PagePool(
+        geometry,
+        pages=8,
+        page_size=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        idle_pages=3,
+        evicted=lambda key, pages: gone.append(pages),
+    )
+    for number in range(4):
+        pool.admit(key(number), pool.allocate(8), 8)
+        pool.touch([key(number)])
+    assert pool.free_pages == 0, "what is in use has no such limit"
+    for number in range(4):
+        pool.leave(key(number))
+        assert pool.evictable_pages <= 3
+    assert pool.evictable_pages == 2 and pool.free_pages == 6
+    assert gone == [2, 2, 2]
+
+
+def test_what_never_became_ready_is_given_up_with_its_last_user(pool: PagePool):
+    pool.admit(key(1), pool.allocate(8), 8, ready=False)
+    assert pool.acquire(key(1)) is not None
+    pool.leave(key(1))
+    assert key(1) in pool
+    pool.leave(key(1))
+    assert key(1) not in pool and pool.free_pages == 8
+
+
+def test_pins_are_counted(pool: PagePool):
+    for _ in range(2):
+        if pool.acquire(key(1)) is None:
+            pool.admit(key(1), pool.allocate(8), 8)
+        pool.pin(key(1))
+    assert pool.pinned_pages == 2
+    for left in (2, 0):
+        pool.unpin(key(1))
+        pool.leave(key(1))
+        assert pool.pinned_pages == left
+    assert not pool.is_pinned(key(1)) and pool.evictable_pages == 2
+    with pytest.raises(ValueError, match="not pinned"):
+        pool.unpin(key(1))

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,14 +35,16 @@ from lazyrag import Engine, LazyRagError, Live, Node, RequestError
 from lazyrag.engine import scheduler as scheduler_module
 from lazyrag.engine import worker as worker_module
 from lazyrag.engine.answer import Answer
+from lazyrag.engine.costs import Costs
+from lazyrag.engine.fetch import Fetch
 from lazyrag.engine.generation import Generation
 from lazyrag.engine.nodes import NodePlacer
 from lazyrag.engine.pool import PagePool
-from lazyrag.engine.report import NodeStatus, Origin, Reason, Tier
-from lazyrag.engine.runner import Runner
+from lazyrag.engine.report import NodeStatus, Reason, Tier
+from lazyrag.engine.runner import Rows, Runner
 from lazyrag.engine.scheduler import Scheduler
 from lazyrag.engine.sequence import PagedSequence
-from lazyrag.store import StoredKV
+from lazyrag.store import LoadFailure, StoredKV
 from lazyrag.store import store as store_module
 from tests.support.close import assert_close, assert_far
 
@@ -84,10 +86,23 @@ class Reader:
         return outcome
 
 
+class AtOnce(Executor):
+    """Runs what it is given before it returns: nodes are read in the step that asks for them."""
+
+    def submit(self, job, /, *args, **kwargs):
+        future = Future()
+        try:
+            future.set_result(job(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
 class Bench:
-    """A scheduler over an engine's runner, driven by the test itself."""
+    """A scheduler over an engine's runner, driven by the test itself; nodes are read at once."""
 
     def __init__(self, engine: Engine) -> None:
+        engine._fetcher._given = AtOnce()
         self.engine = engine
         self.runner = engine._runner
         self.scheduler = Scheduler(engine._runner)
@@ -102,7 +117,7 @@ class Bench:
                 self.ended.append(name)
             reader(delivery)
 
-        answer = Answer(request, self.engine._model, deliver)
+        answer = Answer(request, self.engine._model, deliver, self.engine._metrics)
         self.scheduler.add(answer)
         return answer, reader
 
@@ -128,7 +143,7 @@ def check_all_back(engine: Engine) -> None:
 def check_pages(pool: PagePool, running: list[Answer]) -> None:
     """Every page is free, a node's, or a running request's; users are those that run."""
     paged = [a.started.sequence for a in running if a.started is not None]
-    live = [page for s in paged if isinstance(s, PagedSequence) for page in s.live_pages]
+    live = [page for s in paged if isinstance(s, PagedSequence) for page in s._own]
     resident = [page for node in pool._resident.values() for page in node.pages]
     free = [p for first, n in pool._allocator._free.items() for p in range(first, first + n)]
     assert sorted(live + resident + free) == list(range(pool._allocator.total))
@@ -137,7 +152,11 @@ def check_pages(pool: PagePool, running: list[Answer]) -> None:
         key
         for answer in running
         if answer.started is not None and isinstance(answer.started.sequence, PagedSequence)
-        for key in {node.run.key for node in answer.request.prompt.nodes}
+        for key in (
+            *{node.run.key for node in answer.request.prompt.nodes},
+            *answer.started.placed.live_names,
+            *answer.started.sequence._published,
+        )
     )
     assert {key: node.users for key, node in pool._resident.items() if node.users} == users
 
@@ -212,9 +231,9 @@ def test_200_requests_get_their_single_answers(checkpoint, tmp_path: Path, monke
     widths: list[int] = []
     forward = Runner.forward
 
-    def counted(self, batch, last=1):
+    def counted(self, batch):
         widths.append(len(batch))
-        return forward(self, batch, last)
+        return forward(self, batch)
 
     monkeypatch.setattr(Runner, "forward", counted)
     pages = 72  # the nodes alone take 96
@@ -238,20 +257,28 @@ def test_200_requests_get_their_single_answers(checkpoint, tmp_path: Path, monke
 
 def test_a_packed_pass_equals_single_passes(bench: Bench):
     """Prompts of several lengths, then a chunk and single tokens: the same logits, alone or not."""
+    bench.runner._reuse_live = False
     parts = [prompt(0, 1), prompt(1, ask="So?"), prompt(2, 0, 1), prompt(ask="x" * 150)]
     requests = [bench.engine._request(one, None, {"max_new_tokens": 8}) for one in parts]
 
     def logits(together: bool, requests=requests) -> list[torch.Tensor]:
         begun = [bench.runner.begin(request) for request in requests]
+        for started in begun:
+            bench.runner.settle(started.placed)
         passes = []
         for stretch in (slice(0, -5), slice(-5, None)):
             rows = [
-                (started.sequence, r.prompt.live_ids[stretch], r.prompt.live_positions[stretch])
+                Rows(
+                    started.sequence,
+                    r.prompt.live_ids[stretch],
+                    r.prompt.live_positions[stretch],
+                    1,
+                )
                 for started, r in zip(begun, requests, strict=True)
             ]
             passes += [rows] if together else [[row] for row in rows]
         rows = [
-            (started.sequence, [65], [request.prompt.next_position])
+            Rows(started.sequence, [65], [request.prompt.next_position], 1)
             for started, request in zip(begun, requests, strict=True)
         ]
         passes += [rows] if together else [[row] for row in rows]
@@ -314,24 +341,79 @@ def test_all_kinds_in_one_batch_get_their_single_answers(bench: Bench):
 # 10,000 random steps
 
 
-class _Loader:
-    """Nodes without a store: zeros, or what the machine wants to go wrong."""
+class _Fetcher:
+    """Nodes without a store: zeros, now or later, or what the machine wants to go wrong."""
 
     def __init__(self, engine: Engine) -> None:
         geometry = engine._model.geometry
         self._shape = (len(geometry.layers), -1, geometry.kv_heads, geometry.head_dim)
-        self.failure: BaseException | None = None
-        self.computed = False
+        self.failure: BaseException | LoadFailure | None = None
+        self.slow = False
+        self.begun: list[tuple[Any, Fetch]] = []
+
+    def zeros(self, run) -> StoredKV:
+        layers, _, heads, dim = self._shape
+        zeros = torch.zeros(layers, len(run.ids), heads, dim)
+        return StoredKV(run.ids, zeros, zeros)
+
+    def fetch(self, run) -> Fetch:
+        fetch = Fetch(Tier.DISK, 1)
+        self.begun.append((run, fetch))
+        if not self.slow:
+            self.deliver()
+        return fetch
+
+    def deliver(self) -> None:
+        for run, fetch in self.begun:
+            failure, self.failure = self.failure, None
+            if isinstance(failure, BaseException):
+                fetch.outcome.set_exception(failure)
+            else:
+                fetch.outcome.set_result(failure or self.zeros(run))
+        self.begun.clear()
 
     def load(self, run):
+        failure, self.failure = self.failure, None
+        if isinstance(failure, BaseException):
+            raise failure
+        return failure or self.zeros(run)
+
+    def in_reach(self, key) -> bool:
+        return False
+
+    def expected_s(self, run) -> float:
+        return 1.0
+
+    def touch(self, key) -> None:
+        pass
+
+    def settled(self, key) -> None:
+        pass
+
+    def forget(self, key) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+class _Computer:
+    """Computes zeros, or fails."""
+
+    def __init__(self, fetcher: _Fetcher) -> None:
+        self._fetcher = fetcher
+        self.failure: BaseException | None = None
+
+    def stored(self, key) -> bool:
+        return True
+
+    def compute(self, run):
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
-        layers, _, heads, dim = self._shape
-        zeros = torch.zeros(layers, len(run.ids), heads, dim)
-        if self.computed:
-            return StoredKV(run.ids, zeros, zeros), Origin(Tier.NONE, 0, Reason.MISSING)
-        return StoredKV(run.ids, zeros, zeros), Origin(Tier.DISK, 1)
+        stored = Future()
+        stored.set_result(None)
+        return self._fetcher.zeros(run), stored
 
 
 class _Runner(Runner):
@@ -339,20 +421,24 @@ class _Runner(Runner):
 
     failure: BaseException | None = None
 
-    def forward(self, batch, last=1):
+    def forward(self, batch):
         assert batch
-        for sequence, ids, positions in batch:
-            assert len(ids) == len(positions) > 0
-            if isinstance(sequence, PagedSequence):
-                rows, slots = sequence.rows(positions)
-                assert len(slots) == len(ids)
-                assert set((slots // PAGE).tolist()) <= set(rows.live.pages)
+        for rows in batch:
+            assert len(rows.ids) == len(rows.positions) > 0
+            if isinstance(rows.sequence, PagedSequence):
+                request_rows, slots = rows.sequence.rows(rows.positions)
+                assert len(slots) == len(rows.ids)
+                assert set((slots // PAGE).tolist()) <= set(request_rows.live.pages)
             else:
                 assert len(batch) == 1
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
-        return [torch.nn.functional.one_hot(torch.tensor(65), 259).float()] * len(batch)
+        for rows in batch:
+            if isinstance(rows.sequence, PagedSequence):
+                rows.sequence.computed(rows.ids, rows.positions)
+        token = torch.nn.functional.one_hot(torch.tensor([65]), 259).float()
+        return [token.expand(rows.wanted, -1) for rows in batch]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -372,9 +458,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             dtype=torch.float32,
             device=torch.device("cpu"),
         )
-        self.loader = _Loader(self.engine)
-        placer = NodePlacer(self.pool, model.geometry, self.loader)
-        self.runner = _Runner(model, self.pool, placer, self.loader)
+        self.fetcher = _Fetcher(self.engine)
+        self.computer = _Computer(self.fetcher)
+        self.costs = Costs()
+        placer = NodePlacer(self.pool, model.geometry, self.fetcher, self.computer, self.costs)
+        self.runner = _Runner(model, self.pool, placer, self.fetcher, self.computer)
         self.scheduler = Scheduler(self.runner)
         self.answers: list[tuple[Answer, Reader]] = []
         scheduler_module.MAX_RUNNING = running
@@ -396,7 +484,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         reader = Reader(raises)
         with suppress(RequestError):
             self.runner.check_fits(request)
-            self.answers.append((Answer(request, self.engine._model, reader), reader))
+            self.answers.append(
+                (Answer(request, self.engine._model, reader, self.engine._metrics), reader)
+            )
             self.scheduler.add(self.answers[-1][0])
 
     @rule()
@@ -418,20 +508,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         answer, _ = data.draw(st.sampled_from(self.open()))
         answer.request = replace(answer.request, deadline=-math.inf)
 
-    @rule(kind=st.sampled_from([MemoryError, OSError, RuntimeError]))
-    def fail_a_load(self, kind) -> None:
-        self.loader.failure = kind("load")
+    @rule(failure=st.sampled_from([*LoadFailure, MemoryError("read"), RuntimeError("read")]))
+    def fail_a_read(self, failure) -> None:
+        self.fetcher.failure = failure
         self.step_once()
+
+    @rule(kind=st.sampled_from([MemoryError, RuntimeError]))
+    def fail_a_computation(self, kind) -> None:
+        self.fetcher.failure = LoadFailure.ABSENT
+        self.computer.failure = kind("computation")
+        self.step_once()
+
+    @rule(slow=st.booleans())
+    def change_the_disk(self, slow: bool) -> None:
+        self.fetcher.slow = slow
+
+    @rule()
+    def read_on(self) -> None:
+        self.fetcher.deliver()
+
+    @rule(seconds=st.sampled_from([1e-9, 1e9]))
+    def change_speeds(self, seconds: float) -> None:
+        self.costs.read.record(1, 1.0)
+        self.costs.encode.record(1, seconds)
 
     @rule(kind=st.sampled_from([MemoryError, RuntimeError, SystemExit]))
     def fail_a_pass(self, kind) -> None:
         self.runner.failure = kind("pass")
         self.step_once()
         self.runner.failure = None
-
-    @rule(computed=st.booleans())
-    def lose_the_store(self, computed: bool) -> None:
-        self.loader.computed = computed
 
     @rule(numbers=st.sets(st.integers(0, 39), max_size=4))
     def release_nodes(self, numbers: set[int]) -> None:
@@ -447,6 +552,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(1_000):
             if self.scheduler.idle:
                 break
+            self.fetcher.deliver()
             self.step_once()
         assert self.scheduler.idle and not self.open(), "somebody waits for ever"
         assert all(len(reader.outcomes) == 1 for _, reader in self.answers)
@@ -492,7 +598,7 @@ def test_10_000_random_steps_keep_the_invariants(open_engine, monkeypatch):
     SchedulerMachine.engine, SchedulerMachine.requests, SchedulerMachine.steps = engine, requests, 0
     monkeypatch.setattr(logging.getLogger("lazyrag"), "disabled", True)
     chosen = settings(
-        max_examples=110,
+        max_examples=140,
         stateful_step_count=100,
         deadline=None,
         derandomize=True,
@@ -533,7 +639,7 @@ def test_a_node_that_cannot_be_loaded_is_computed(bench: Bench, monkeypatch, fai
     bench.finish()
     keys = [node.key for node in before.outcome.report.nodes]
     bench.runner.drop(keys)
-    assert bench.engine._pool.evictable_pages == 0
+    assert len(bench.engine._pool) == 0
     read = store_module.read_node
 
     def failing(path, key, size):
@@ -580,7 +686,7 @@ def test_a_failing_pass_ends_the_requests_in_it_alone(bench: Bench, monkeypatch)
     _, outside = bench.add(prompt(1), max_new_tokens=6)
     forward, error = bench.runner.forward, RuntimeError("broken")
 
-    def broken(batch, last=1):
+    def broken(batch):
         raise error
 
     monkeypatch.setattr(bench.runner, "forward", broken)
@@ -589,10 +695,10 @@ def test_a_failing_pass_ends_the_requests_in_it_alone(bench: Bench, monkeypatch)
     monkeypatch.setattr(bench.runner, "forward", forward)
     _, copied = bench.add(prompt(2), max_new_tokens=6, quality="materialized")
 
-    def broken_alone(batch, last=1):
-        if not isinstance(batch[0][0], PagedSequence):
+    def broken_alone(batch):
+        if not isinstance(batch[0].sequence, PagedSequence):
             raise error
-        return forward(batch, last)
+        return forward(batch)
 
     monkeypatch.setattr(bench.runner, "forward", broken_alone)
     bench.finish()
@@ -763,13 +869,13 @@ def test_leaving_during_a_long_prefill(bench: Bench, monkeypatch, how):
     monkeypatch.setattr(scheduler_module, "SHARED_STEP_TOKENS", 32)
     answer, reader = bench.add(prompt(0, ask="long " * 100), max_new_tokens=4, timeout_s=1e6)
     bench.step(3)
-    assert answer.started is not None and not answer.decoding and answer._prefilled == 96
+    assert answer.started is not None and not answer.decoding and answer._computed == 96
     if how == "cancelled":
         answer.cancelled = True
     else:
         answer.request = replace(answer.request, deadline=0.0)
     bench.step()
-    assert answer._prefilled == 96, "no pass after it"
+    assert answer._computed == 96, "no pass after it"
     assert isinstance(reader.outcome, CancelledError if how == "cancelled" else RequestError)
     check_all_back(bench.engine)
 
@@ -856,7 +962,7 @@ def test_a_prompt_of_higher_priority_is_read_first(bench: Bench, monkeypatch):
     bench.step()
     high, _ = bench.add(prompt(1, ask="long " * 100), max_new_tokens=2, priority=1)
     bench.step(3)
-    assert (low._prefilled, high._prefilled) == (32, 96)
+    assert (low._computed, high._computed) == (32, 96)
     bench.finish()
 
 
@@ -868,9 +974,9 @@ def test_a_long_prompt_does_not_stop_answers_being_written(bench: Bench, monkeyp
     second, _ = bench.add(prompt(2, ask="long " * 20), max_new_tokens=2)
     passes, forward = [], bench.runner.forward
 
-    def counted(batch, last=1):
-        passes.append([len(ids) for _, ids, _ in batch])
-        return forward(batch, last)
+    def counted(batch):
+        passes.append([len(rows.ids) for rows in batch])
+        return forward(batch)
 
     monkeypatch.setattr(bench.runner, "forward", counted)
     steps = 0
@@ -888,13 +994,13 @@ def test_a_long_prompt_does_not_stop_answers_being_written(bench: Bench, monkeyp
 
 def test_bringing_nodes_in_does_not_stop_answers_being_written(bench: Bench, monkeypatch):
     """Between two loads that take long there is a forward pass."""
-    monkeypatch.setattr(scheduler_module, "ADMIT_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "PLACE_S", 0.0)
     written, _ = bench.add(prompt(0), max_new_tokens=100, json_schema=ENDLESS)
     bench.step()
     others = [bench.add(prompt(n), max_new_tokens=20)[0] for n in range(1, 5)]
     for count in range(1, 5):
         bench.step()
-        assert sum(other.started is not None for other in others) == count
+        assert sum(other.begun for other in others) == count
         assert len(written._token_ids) == 1 + count
     bench.finish()
 
@@ -997,16 +1103,17 @@ def test_an_engine_nobody_holds_is_collected(checkpoint, monkeypatch):
 def test_time_is_looked_at_between_nodes(open_engine, monkeypatch):
     """Nodes that must be computed first take longer than the request may."""
     engine = open_engine()
-    load, loaded = engine._runner._placer._loader.load, []
+    computer, computed = engine._runner._computer, []
+    compute = computer.compute
 
     def slow(run):
-        loaded.append(run.key)
+        computed.append(run.key)
         time.sleep(0.1)
-        return load(run)
+        return compute(run)
 
-    monkeypatch.setattr(engine._runner._placer._loader, "load", slow)
+    monkeypatch.setattr(computer, "compute", slow)
     with pytest.raises(RequestError, match="timeout"):
         engine.generate(prompt(90, 91, 92, 93, 94), max_new_tokens=1, timeout_s=0.25)
-    assert 1 <= len(loaded) < 5
+    assert 1 <= len(computed) < 5
     engine._worker.call(lambda: None)
     check_all_back(engine)

@@ -61,11 +61,12 @@ def usage(generation: Generation) -> UsageMetadata:
     """Tokens of prompt and answer; ``cache_read`` are those whose KV was reused."""
     report = generation.report
     output = len(generation.token_ids)
+    reused = report.tokens_reused + report.live_tokens_reused
     return UsageMetadata(
         input_tokens=report.prompt_tokens,
         output_tokens=output,
         total_tokens=report.prompt_tokens + output,
-        input_token_details=InputTokenDetails(cache_read=report.tokens_reused),
+        input_token_details=InputTokenDetails(cache_read=reused),
     )
 
 

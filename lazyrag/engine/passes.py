@@ -11,16 +11,20 @@ from dataclasses import dataclass
 
 import torch
 from lazyrag_kernels.attention import Pages
+from lazyrag_kernels.kv_write import write_kv
+from lazyrag_kernels.rope import cos_sin
 from torch import Tensor
 
 from lazyrag.engine.attention import paged_attention
+from lazyrag.engine.mass import MassStep, Rows
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.sequence import PagedSequence, SeenNode
 from lazyrag.errors import RequestError
 from lazyrag.model import seam
+from lazyrag.model.geometry import Geometry
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.segments import PlacedPrompt
-from lazyrag.quality.mass import MassStep, Rows
+from lazyrag.store import StoredKV
 
 PASS_ROWS = {"cpu": 1024, "cuda": 4096}
 """Tokens of one forward pass, at most, by type of device."""
@@ -211,7 +215,14 @@ class Passes:
             SeenNode(where, node.run.used, node.offset, node.first_row)
             for where, node in zip(trial.pages, trial.prompt.nodes, strict=True)
         ]
-        return PagedSequence(self._pool, nodes, pages, capacity, trial.temperature, trial.lse_scale)
+        return PagedSequence(
+            self._pool,
+            nodes,
+            pages,
+            capacity,
+            temperature=trial.temperature,
+            lse_scale=trial.lse_scale,
+        )
 
     def _forward(
         self,
@@ -235,6 +246,25 @@ class Passes:
         ]
         logits = seam.logits(model, hidden[torch.tensor(index, device=hidden.device)])
         return list(logits.split(list(wanted)))
+
+
+def write_nodes(
+    pool: PagePool, geometry: Geometry, encoded: Sequence[StoredKV], places: Sequence[Pages]
+) -> None:
+    """As `lazyrag.engine.nodes.write_node_kv`, many nodes at once, each into its pages."""
+    device = pool.k.device
+    slots = torch.cat(
+        [pool.slots(pages, 0, len(kv.ids)) for kv, pages in zip(encoded, places, strict=True)]
+    )
+    positions = torch.cat([torch.arange(len(kv.ids)) for kv in encoded]).to(device)
+    k = torch.cat([kv.k for kv in encoded], dim=1).to(device, pool.k.dtype)
+    v = torch.cat([kv.v for kv in encoded], dim=1).to(device, pool.v.dtype)
+    tables = {
+        rotary: cos_sin(rotary, positions) for rotary in {layer.rotary for layer in geometry.layers}
+    }
+    for index, layer in enumerate(geometry.layers):
+        cos, sin = tables[layer.rotary]
+        write_kv(pool.k[index], pool.v[index], k[index], v[index], slots, cos, sin)
 
 
 def _packed(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:

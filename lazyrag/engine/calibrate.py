@@ -19,19 +19,15 @@ from lazyrag_kernels.attention import Pages
 from torch import Tensor
 
 from lazyrag.engine.encode import Encoder, length_batches
-from lazyrag.engine.nodes import write_node_kv
+from lazyrag.engine.passes import Passes, Trial, write_nodes
 from lazyrag.engine.pool import PagePool, page_size_on
 from lazyrag.errors import RequestError
-from lazyrag.model.cache_dir import JsonCache
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.segments import LiveRun, NodeRun, Run, place
+from lazyrag.quality.calibration import Calibration, recall, remember
 from lazyrag.quality.choice import Head
-from lazyrag.quality.passes import Passes, Trial
 from lazyrag.types import NodeKey
 
-CACHE = "calibrations.json"
-VERSION = 1
-"""Raised when the procedure finds something else; old results are then not used."""
 HEADS = 4
 """So many heads choose together."""
 NODES = 8
@@ -41,22 +37,6 @@ WINDOW, WORDS = 20, 6
 """Of so many neighbouring words the rarest so many are asked for."""
 LONGEST = 400
 """Longer nodes are passed over: a prompt has to stay short."""
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """What was found out about a checkpoint.
-
-    Attributes:
-        heads: the best first.
-        shares: of each, its attention to the right node over that to all nodes, mean; chance is
-            1 / `NODES`.
-        questions: how many were asked.
-    """
-
-    heads: tuple[Head, ...]
-    shares: tuple[float, ...]
-    questions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,36 +165,20 @@ def _placed(
         for index, kv in zip(batch, encoder.encode([nodes[i] for i in batch]), strict=True):
             pages = pool.allocate(len(kv.ids))
             assert pages is not None
-            write_node_kv(pool, model.geometry, kv, pages)
+            write_nodes(pool, model.geometry, [kv], [pages])
             held[index] = pages
     prompt = place([*runs, LiveRun(tuple(asking))])
     return Trial(prompt, tuple(held[number] for number in range(len(nodes))))
 
 
-def _name(model: LoadedModel) -> str:
-    return f"{model.weights_digest}|{VERSION}"
+def calibrated(model: LoadedModel, sink: tuple[int, ...], texts: Sequence[str]) -> Calibration:
+    """The kept calibration of a checkpoint, or a new one, which is kept.
 
-
-def remember(model: LoadedModel, found: Calibration) -> None:
-    """Keep a calibration for every later use of these weights on this machine."""
-    heads = [list(head) for head in found.heads]
-    kept = {"heads": heads, "shares": list(found.shares), "questions": found.questions}
-    JsonCache(CACHE).put(_name(model), kept)
-
-
-def recall(model: LoadedModel) -> Calibration | None:
-    """The kept calibration of these weights, if there is one that can be read."""
-    kept = JsonCache(CACHE).read().get(_name(model))
-    if not isinstance(kept, dict):
-        return None
-    try:
-        heads = tuple(Head(int(layer), int(head)) for layer, head in kept["heads"])
-        found = Calibration(heads, tuple(map(float, kept["shares"])), int(kept["questions"]))
-    except (TypeError, KeyError, ValueError):
-        return None
-    geometry = model.geometry
-    known = all(
-        0 <= head.layer < len(geometry.layers) and 0 <= head.head < geometry.q_heads
-        for head in heads
-    )
-    return found if heads and known else None
+    Raises:
+        RequestError: as `calibrate`.
+    """
+    found = recall(model)
+    if found is None:
+        found = calibrate(model, sink, texts)
+        remember(model, found)
+    return found
