@@ -55,7 +55,7 @@ class Riddle:
 
 
 def riddles(texts: Sequence[str], count: int = QUESTIONS, seed: int = 0) -> list[Riddle]:
-    """Made-up questions; every text is used once before one is used again.
+    """Made-up questions; a text comes again when fewer than `NODES` others are left.
 
     Raises:
         RequestError: there are too few different texts with enough words.

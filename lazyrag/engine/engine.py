@@ -47,6 +47,7 @@ from lazyrag.prompt.segments import NodeRun, Run, end_live, place
 from lazyrag.quality.calibration import Calibration, recall, remember
 from lazyrag.quality.choice import by_heads
 from lazyrag.quality.ladder import RUNGS, Climbed, Rung, climb
+from lazyrag.quality.moves import Offsets
 from lazyrag.store import Encoding, KVStore
 from lazyrag.types import (
     DEFAULT_SINK,
@@ -600,6 +601,8 @@ class Engine:
         nodes = [run for run in runs if isinstance(run, NodeRun)]
         if rung is None or not nodes:
             return None
+        if any(layer.window is not None for layer in self._model.geometry.layers):
+            rung = replace(rung, offsets=Offsets.IN_LINE)  # a window must not lose sight of nodes
         ranking, looked = self._ranking(read, runs, rung)
         return climb(runs, rung, ranking, self._model.tokenizer.control_ids, looked)
 
