@@ -51,8 +51,8 @@ class Quality(StrEnum):
 
     ``fast``: every known node is reused as stored, in its place. ``balanced`` and ``best``: the
     nodes the question needs most are computed anew, last of their group, within a quarter and 40%
-    of full attention's work; the others are reused from one start (see `lazyrag.quality.ladder`).
-    ``full``: nothing is reused, plain attention.
+    of full attention's work (see `lazyrag.quality.ladder`). ``full``: nothing is reused, plain
+    attention.
     ``materialized``: as ``fast``, but every node is copied and its raw keys are rotated to their
     place; the oracle the lazy path is tested against, not a mode for users.
     """

@@ -103,6 +103,10 @@ class _Case:
         return [run for run in self.runs if isinstance(run, NodeRun)]
 
     @property
+    def lengths(self) -> list[int]:
+        return [len(node.ids) for node in self.nodes]
+
+    @property
     def full_tokens(self) -> int:
         return sum(run.used if isinstance(run, NodeRun) else len(run.ids) for run in self.runs)
 
@@ -117,9 +121,19 @@ class _Case:
         ranking = self.rankings[setting.chooser]
         if setting.count:
             return ranking[: setting.count]
+        return choice.within(ranking, self.lengths, self._room(setting))
+
+    def looked(self, setting: Setting) -> float:
+        """Tokens spent on choosing: none when no node would fit whatever were found out."""
+        if setting.chooser not in LOOKING:
+            return 0.0
+        if not setting.count and min(self.lengths) > self._room(setting):
+            return 0.0
+        return self.live_tokens * self.looking
+
+    def _room(self, setting: Setting) -> float:
         looked = self.live_tokens * self.looking if setting.chooser in LOOKING else 0.0
-        room = setting.limit * self.full_tokens - self.live_tokens - looked
-        return choice.within(ranking, [len(node.ids) for node in self.nodes], room)
+        return setting.limit * self.full_tokens - self.live_tokens - looked
 
 
 class QualityBench:
@@ -303,9 +317,7 @@ class QualityBench:
         prompt = place(runs)
         held = case.pages.get(setting.sink, {})
         pages = tuple(held[node.run.key][skipped:] for node in prompt.nodes)
-        tokens = float(len(prompt.live_ids))
-        if setting.chooser in LOOKING:
-            tokens += case.live_tokens * case.looking
+        tokens = len(prompt.live_ids) + case.looked(setting)
         return Trial(prompt, pages, setting.temperature, setting.lse_scale), tokens
 
     # measuring

@@ -156,7 +156,7 @@ def _together(setting: Setting) -> Setting:
 
 
 BALANCED = _together(anew(_ATTENTION, limit=0.25, best_last=True))
-BEST = _together(anew(_ATTENTION, limit=0.4, best_last=True))
+BEST = behind(anew(_ATTENTION, limit=0.4, best_last=True), PASSAGES)
 
 SHORT: tuple[Setting, ...] = (
     NO_DOCUMENTS,
@@ -184,7 +184,8 @@ EVERYTHING: tuple[Setting, ...] = (
     *(anew(_ATTENTION, count) for count in (1, 2, 3)),
     *(anew(_ATTENTION, count, last=False) for count in (1, 2)),
     *(anew(_ATTENTION, limit=limit, best_last=True) for limit in (0.25, 0.4)),
-    *(behind(anew(_ATTENTION, limit=limit, best_last=True), PASSAGES) for limit in (0.25, 0.4)),
+    behind(anew(_ATTENTION, limit=0.25, best_last=True), PASSAGES),
+    _together(anew(_ATTENTION, limit=0.4, best_last=True)),
     *(_together(anew(_ATTENTION, count, best_last=True)) for count in (1, 2, 3)),
     _together(anew(_BOTH, limit=0.25, best_last=True)),
     _together(anew(_RETRIEVER, 1)),

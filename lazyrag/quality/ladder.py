@@ -27,7 +27,7 @@ class Rung:
 
 RUNGS = {
     Quality.BALANCED: Rung(limit=0.25, offsets=Offsets.ONE_START),
-    Quality.BEST: Rung(limit=0.4, offsets=Offsets.ONE_START),
+    Quality.BEST: Rung(limit=0.4, offsets=Offsets.IN_LINE),
 }
 """Measured in docs/quality.md. `Quality.FAST` and `Quality.FULL` leave a prompt as it is."""
 

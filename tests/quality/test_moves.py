@@ -151,7 +151,9 @@ def test_climbing_keeps_tokens_and_stays_within_the_limit():
         assert sorted(one.given for one in made.nodes) == list(range(7))
         assert made.tokens == len(tokens(runs))
         assert made.computed == len(place(made.runs).live_ids)
-        assert made.work <= max(limit, (made.looked + 3 + sum(len(g.ids) for g in gaps)) / made.tokens)
+        assert made.work <= max(
+            limit, (made.looked + 3 + sum(len(g.ids) for g in gaps)) / made.tokens
+        )
         if limit == 2.0:
             assert all(one.anew for one in made.nodes)
         offsets = {one.run.key: one.offset for one in made.nodes if not one.anew}
