@@ -40,7 +40,7 @@ def sink_ids(sink: str, tokenizer: PromptTokenizer) -> tuple[int, ...]:
     if sink == DOCUMENTS:
         return (*_opening(tokenizer, _SYSTEM), *tokenizer.encode_text(_HEADING))
     if sink == PASSAGES:
-        return (*_opening(tokenizer, _SYSTEM), *tokenizer.encode_text(_HEADING + _NEUTRAL))
+        return (*sink_ids(DOCUMENTS, tokenizer), *tokenizer.encode_text(_NEUTRAL))
     return (*tokenizer.bos_ids, *tokenizer.encode_text(sink))
 
 
