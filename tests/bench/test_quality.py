@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -267,3 +268,48 @@ def test_everything_computed_anew_is_full_attention(checkpoint, measured):
     assert found[whole.name].kl == pytest.approx(0, abs=1e-6)
     assert found[whole.name].work == 1
     assert found["parts"].kl > 1e-4
+
+
+def test_the_command(checkpoint, tmp_path: Path):
+    """A user's own file, a tiny model, calibrated on the way; every file it can write."""
+    from typer.testing import CliRunner
+
+    from lazyrag.cli.main import app
+
+    letters = random.Random(2)
+    examples = []
+    for number in range(3):
+        texts = [
+            " ".join("".join(letters.choices("abcdefgh", k=5)) for _ in range(20)) for _ in range(6)
+        ]
+        examples.append(
+            {
+                "id": number,
+                "question": texts[number][:30],
+                "answers": ["one", "it is two"],
+                "documents": [
+                    {"id": f"d{n}", "title": f"T{n}", "text": text} for n, text in enumerate(texts)
+                ],
+                "gold": [f"d{number}"],
+            }
+        )
+    data = tmp_path / "own.jsonl"
+    data.write_text("\n".join(map(json.dumps, examples)), encoding="utf-8")
+    files = {name: tmp_path / name for name in ("rows.csv", "table.csv", "plot.svg")}
+    result = CliRunner().invoke(
+        app,
+        [
+            *("bench", "quality", "--data", str(data), "--model", str(checkpoint("llama"))),
+            *("--device", "cpu", "--greedy", "3", "--timed", "1"),
+            *("--rows", str(files["rows.csv"]), "--csv", str(files["table.csv"])),
+            *("--plot", str(files["plot.svg"])),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    assert "3 examples (own 3)" in result.stdout
+    rows = read_rows(files["rows.csv"])
+    assert len(rows) == 3 * len(SHORT)
+    assert {one.same_text for one in rows if one.setting == FULL.name} == {1}
+    assert sum(one.ttft_s >= 0 for one in rows) == len(SHORT)
+    assert len(files["table.csv"].read_text().splitlines()) == 1 + 2 * len(SHORT)
+    assert files["plot.svg"].read_text().count("<circle") == len(SHORT) - 1 + 4
