@@ -11,17 +11,20 @@ from concurrent.futures import CancelledError
 import torch
 from torch import Tensor
 
-from lazyrag.engine.generation import Deliver, FinishReason, Generation, Outcome, Scores
+from lazyrag.engine.generation import Deliver, FinishReason, Generation, Outcome, Pinned, Scores
 from lazyrag.engine.metrics import Metrics
 from lazyrag.engine.metrics import Outcome as Ending
 from lazyrag.engine.report import NodeStatus, Reason, ReuseReport
 from lazyrag.engine.request import Request
-from lazyrag.engine.runner import Rows, Started
+from lazyrag.engine.runner import Rows, Runner, Started
 from lazyrag.engine.sampling import Sampler
 from lazyrag.engine.text_stream import TextStream
 from lazyrag.errors import EngineBusyError, RequestError, RequestTimeoutError
 from lazyrag.model.load import LoadedModel
 from lazyrag.types import Quality
+
+MAX_WANTED = 128
+"""Tokens of a given answer that one pass scores, at most."""
 
 _CHOSEN = (Reason.LAST_TOKEN, Reason.FASTER, Reason.CHOSEN)
 """Reasons of nodes that are computed although their KV could be had."""
@@ -58,8 +61,11 @@ class Task(ABC):
         self.started = started
         self._admitted = time.perf_counter()
 
-    def begin(self) -> None:
+    def begin(self) -> Outcome | None:
         """Its nodes are in place.
+
+        Returns:
+            The outcome if that is all it wanted.
 
         Raises:
             RequestError: ``strict``, and a known node had to be computed.
@@ -70,6 +76,7 @@ class Task(ABC):
         self._metrics.started(self.report, self._admitted - self._submitted)
         _check_strict(self.request, self.report)
         self.begun = True
+        return None
 
     @property
     @abstractmethod
@@ -119,12 +126,12 @@ class Answer(Task):
         self._last = self._submitted
         self._first: float | None = None
 
-    def begin(self) -> None:
+    def begin(self) -> Outcome | None:
         """See `Task`."""
-        super().begin()
         options = self.request.options
         self._sampler = Sampler(options, self.request.ids, self.request.constraint)
         self._text = TextStream(self._model.tokenizer.decode, options.stop)
+        return super().begin()
 
     @property
     def decoding(self) -> bool:
@@ -220,6 +227,8 @@ class Scoring(Task):
         """See `Task`."""
         assert self.started is not None, "it runs"
         first, stop = self._computed, min(self._computed + most, len(self._ids))
+        if stop > self._first_wanted:  # logits of the whole vocabulary take room
+            stop = min(stop, max(first, self._first_wanted) + MAX_WANTED)
         self._computed = stop
         wanted = max(0, stop - max(first, self._first_wanted))
         ids, positions = self._ids[first:stop], self._positions[first:stop]
@@ -240,10 +249,47 @@ class Scoring(Task):
         return Scores(self._scores, self.report, whole)
 
 
+class Pinning(Task):
+    """Brings nodes and keeps them in the pool.
+
+    Args:
+        request: of nodes alone.
+        runner: holds them.
+        deliver: where the `Pinned` goes.
+        metrics: counts what becomes of it.
+    """
+
+    def __init__(
+        self, request: Request, runner: Runner, deliver: Deliver, metrics: Metrics
+    ) -> None:
+        super().__init__(request, deliver, metrics)
+        self._runner = runner
+
+    def begin(self) -> Outcome | None:
+        """See `Task`."""
+        super().begin()
+        assert self.started is not None, "it has its pages"
+        self._runner.pin(self.started)
+        return Pinned(self.report)
+
+    @property
+    def decoding(self) -> bool:
+        """Never: there is nothing to compute."""
+        return False
+
+    def take(self, most: int) -> Rows:
+        """Never called: it ends as it begins."""
+        raise NotImplementedError
+
+    def advance(self, logits: Tensor) -> Outcome | None:
+        """Never called: it ends as it begins."""
+        raise NotImplementedError
+
+
 def _name_of(outcome: Outcome | BaseException) -> Ending:
     if isinstance(outcome, Generation):
         return Ending(outcome.finish_reason)
-    if isinstance(outcome, Scores):
+    if isinstance(outcome, Scores | Pinned):
         return Ending.STOP
     if isinstance(outcome, CancelledError):
         return Ending.CANCELLED

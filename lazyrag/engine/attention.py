@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from lazyrag_kernels.attention import Batch, LiveSpan, NodeSpan, RequestRows
@@ -15,6 +15,9 @@ from lazyrag.engine.pool import PagePool
 from lazyrag.engine.sequence import PagedStep
 from lazyrag.model.geometry import Geometry
 from lazyrag.model.seam import AttentionStep
+
+if TYPE_CHECKING:
+    from lazyrag_kernels.attention.table import Plan
 
 MAX_ROWS = 4096
 """Query tokens of one forward pass, at most."""
@@ -89,6 +92,13 @@ class TritonAttention:
             lse_scale=scaled,
         )
         self._planner = self._launches.planner()
+        self._loads = 0
+        self._windows = sorted({spec.window for spec in self._layers}, key=lambda one: one or 0)
+
+    @property
+    def page_size(self) -> int:
+        """Of the pool, in tokens."""
+        return self._pool.page_size
 
     def probe(self) -> None:
         """Compile and run every launch once, over the first pages of the pool, which is empty.
@@ -113,26 +123,68 @@ class TritonAttention:
 
     def step(self, rows: Sequence[tuple[RequestRows, Tensor]]) -> AttentionStep:
         """See `PagedAttention`."""
+        device = self._pool.k.device
         with self._on_device():
-            return self._load(rows)
+            self.load(
+                self.plan([request for request, _ in rows]),
+                torch.cat([slots for _, slots in rows]).to(device),
+                torch.cat([request.positions for request, _ in rows]).to(device),
+            )
+        return self
+
+    def plan(self, requests: Sequence[RequestRows], padded_rows: int | None = None) -> list[Plan]:
+        """Plans of one pass, one for each kind of layer.
+
+        Args:
+            requests: tokens are packed in this order.
+            padded_rows: tokens of a captured pass.
+        """
+        batch = Batch(tuple(requests), self._pool.page_size)
+        return [
+            self._planner.plan(batch, window, padded_rows=padded_rows) for window in self._windows
+        ]
+
+    def fits(self, plans: Sequence[Plan]) -> bool:
+        """Whether captured passes can read plans of this size."""
+        return all(self._launches.fits(plan) for plan in plans)
+
+    def load(
+        self, plans: Sequence[Plan], slots: Tensor, positions: Tensor, *, fixed: bool = False
+    ) -> int:
+        """Make ready for `attend`.
+
+        Args:
+            plans: of `plan`.
+            slots, positions: int32 or int64 [tokens], on the device; a negative slot is padding.
+            fixed: into the tables of captured passes.
+
+        Returns:
+            A number for `advance`.
+        """
+        for plan in plans:
+            self._launches.load(plan, fixed=fixed)
+        self._slots, self._positions = slots, positions
+        self._loads += 1
+        return self._loads
+
+    def advance(self, loaded: int) -> bool:
+        """Bring plans to the next token of the same requests.
+
+        Args:
+            loaded: what `load` returned for them.
+
+        Returns:
+            False: others were loaded since, or they do not reach that far; plan anew.
+        """
+        return loaded == self._loads and self._launches.advance()
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Triton launches on the current GPU, whatever its arguments are on."""
         device = self._pool.k.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
-    def _load(self, rows: Sequence[tuple[RequestRows, Tensor]]) -> AttentionStep:
-        batch = Batch(tuple(request for request, _ in rows), self._pool.page_size)
-        for window in {layer.window for layer in self._layers}:
-            self._launches.load(self._planner.plan(batch, window))
-        device = self._pool.k.device
-        self._slots = torch.cat([slots for _, slots in rows]).to(device)
-        positions = torch.cat([request.positions for request in batch.requests])
-        self._positions = positions.to(device)
-        return self
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `lazyrag.model.seam.AttentionStep`; of the pass that `step` was called for last."""
+        """See `lazyrag.model.seam.AttentionStep`; of the pass that was loaded last."""
         from lazyrag_kernels.kv_write.triton import write_step
 
         spec, pool = self._layers[layer], self._pool

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,19 +20,28 @@ from weakref import WeakValueDictionary
 import torch
 
 from lazyrag.engine import doctor
+from lazyrag.engine.answer import Task
 from lazyrag.engine.attention import MAX_ROWS
 from lazyrag.engine.calibrate import calibrate
+from lazyrag.engine.compute import NodeComputer
 from lazyrag.engine.constraint import JsonConstraints
 from lazyrag.engine.costs import Costs
 from lazyrag.engine.encode import Encoder
 from lazyrag.engine.fetch import Fetcher
-from lazyrag.engine.generation import Delivery, Generation, GenerationStream, Scores
+from lazyrag.engine.generation import (
+    Deliver,
+    Delivery,
+    Generation,
+    GenerationStream,
+    Looked,
+    Scores,
+)
 from lazyrag.engine.host import HostTier
 from lazyrag.engine.ingest import IngestEstimate, Ingestor, kept_texts
 from lazyrag.engine.library import Library
 from lazyrag.engine.live import LiveKey
 from lazyrag.engine.metrics import EngineStats, Gauges, Metrics
-from lazyrag.engine.nodes import NodeComputer, NodePlacer
+from lazyrag.engine.nodes import NodePlacer
 from lazyrag.engine.pool import PageKey, PagePool, page_size_on
 from lazyrag.engine.progress import token_bar
 from lazyrag.engine.report import Tier
@@ -40,6 +50,7 @@ from lazyrag.engine.runner import Runner
 from lazyrag.engine.sampling import make_options
 from lazyrag.engine.sink import sink_ids
 from lazyrag.engine.worker import Worker
+from lazyrag.engine.write import Writer
 from lazyrag.errors import RequestError
 from lazyrag.model.load import LoadedModel, load_model, parse_device, parse_dtype
 from lazyrag.prompt.read import PromptReader, ReadPrompt
@@ -64,8 +75,6 @@ from lazyrag.types import (
 
 POOL_BYTES = 4 * 2**30
 """Most bytes the pool takes unless told otherwise (and at most a quarter of the memory)."""
-HOST_SHARE = 4
-"""Beside a GPU at most one part in so many of the host's memory keeps nodes, unless told."""
 CALIBRATION_TEXTS = 512
 """Ingested texts that calibration draws from, at most."""
 NOT_CALIBRATED = (
@@ -76,6 +85,8 @@ NO_ROOM_TO_LOOK = (
     "The pool had no room to look which nodes the question needs most: the first ones of the "
     "prompt were computed anew."
 )
+HOST_BYTES, HOST_SHARE = 64 * 2**30, 4
+"""Beside a GPU at most so much of the host's memory, and one part in so many of it, keeps nodes."""
 POOL_WINDOWS = 8
 """The pool holds at most this many full context windows unless told otherwise."""
 
@@ -120,7 +131,7 @@ class Engine:
         costs = self._costs = Costs(metrics)
         host = self._host = HostTier(
             _host_bytes(model, host_bytes),
-            pinned=model.device.type == "cuda",
+            device=model.device if model.device.type == "cuda" else None,
             evicted=partial(metrics.evicted, Tier.HOST, 1),
         )
         kv_bytes = geometry.kv_bytes_per_token(kv)
@@ -159,11 +170,12 @@ class Engine:
         )
         encoder = Encoder(model, self.encoding.sink, kv, costs)
         fetcher = self._fetcher = Fetcher(self.store, host, costs, kv_bytes)
-        computer = NodeComputer(self.store, digest, encoder, library, fetcher)
+        writer = self._writer = Writer()
+        computer = NodeComputer(self.store, digest, encoder, library, host, writer, costs)
         placer = NodePlacer(self._pool, geometry, fetcher, computer, costs)
         self._runner = Runner(model, self._pool, placer, fetcher, computer, reuse_live=reuse_live)
         self._worker = Worker(self._runner, metrics)
-        fetcher.notify = self._worker.node_arrived
+        fetcher.notify = writer.notify = self._worker.node_arrived
         self._ingestor = Ingestor(
             self.store, digest, library, encoder, geometry, kv, longest_node, self._worker.call
         )
@@ -420,11 +432,18 @@ class Engine:
 
         Raises:
             RequestError: a key is not known, a text cannot be a node, or the pool has not enough
-                room beside what is pinned and running; nothing was pinned.
+                room beside what is pinned; nothing was pinned. When it is only running requests
+                that leave no room, the call waits in line.
         """
         self._check_open()
-        runs = self._node_runs(nodes)
-        self._worker.call(lambda: self._runner.pin(runs))
+        if isinstance(nodes, str):
+            raise RequestError("nodes must be a list of texts or keys, not one string.")
+        segments = [Node(text=one) if isinstance(one, str) else Node(key=one) for one in nodes]
+        if segments:
+            read = self._reader.read_segments(segments)
+            request = Request.of_nodes(read)
+            self._runner.check_fits(request)
+            self._wait(partial(self._worker.pin, request))
 
     def unpin(self, nodes: Iterable[str | NodeKey]) -> None:
         """Take one pin of each back: they are idle nodes like others again.
@@ -433,15 +452,8 @@ class Engine:
             RequestError: one is not pinned; nothing changed.
         """
         self._check_open()
-        keys = {run.key for run in self._node_runs(nodes)}
+        keys = {self.key_of(one) if isinstance(one, str) else one for one in nodes}
         self._worker.call(lambda: self._runner.unpin(keys))
-
-    def _node_runs(self, nodes: Iterable[str | NodeKey]) -> list[NodeRun]:
-        if isinstance(nodes, str):
-            raise RequestError("nodes must be a list of texts or keys, not one string.")
-        segments = [Node(text=one) if isinstance(one, str) else Node(key=one) for one in nodes]
-        runs = self._reader.read_segments(segments).runs if segments else []
-        return [run for run in runs if isinstance(run, NodeRun)]
 
     # quality
 
@@ -532,9 +544,10 @@ class Engine:
         options: GenerationOptions | None = None,
         **overrides: Any,
     ) -> list[Generation]:
-        """Several answers to one prompt or conversation; the prompt is computed once.
+        """Several answers to one prompt or conversation.
 
-        Answer ``i`` is the one that a single request with the seed ``seed + i`` gets.
+        With ``reuse_live`` the prompt is computed once, but for the last part that fills no page.
+        Answer ``i`` is the one that a single request with the seed ``seed + i`` gets, to rounding.
 
         Args:
             prompt: as for `generate`, or messages as for `chat`.
@@ -556,7 +569,7 @@ class Engine:
             chosen = replace(first.options, seed=seed + number)
             streams.append(self._stream_of(replace(first, options=chosen, constraint=constraint)))
         try:
-            streams[0].wait_for_piece()  # from here on the others find the prompt computed
+            streams[0].wait_for_piece()  # the others find its whole pages computed
             for stream in streams[1:]:
                 stream.begin()
             return [stream.read() for stream in streams]
@@ -623,11 +636,14 @@ class Engine:
             return given, 0.0
         if all(node.run.used > room for node in prompt.nodes):
             return [], 0.0  # nothing can be chosen
-        masses = self._worker.call(lambda: self._runner.look(prompt, layers))
-        if masses is None:
+        request = Request.of_nodes(ReadPrompt([node.run for node in prompt.nodes]))
+        self._runner.check_fits(request)
+        found = self._wait(partial(self._worker.look, request, prompt, layers))
+        assert isinstance(found, Looked)
+        if found.masses is None:
             read.warnings.append(NO_ROOM_TO_LOOK)
             return given, 0.0
-        return by_heads(masses, heads), looked
+        return by_heads(found.masses, heads), looked
 
     def _check_open(self) -> None:
         if self._closed:
@@ -681,8 +697,15 @@ class Engine:
             raise RequestError("the answer to score is empty.")
         overrides = {"quality": quality, "max_new_tokens": len(ids)}
         request = self._request(prompt, None, overrides)
+        outcome = self._wait(partial(self._worker.score, request, ids, whole))
+        assert isinstance(outcome, Scores)
+        return outcome
+
+    @staticmethod
+    def _wait(submit: Callable[[Deliver], Task]) -> Delivery:
+        """Put a request in line that delivers nothing but its outcome, and wait for that."""
         outcomes: SimpleQueue[Delivery] = SimpleQueue()
-        task = self._worker.score(request, ids, whole, outcomes.put)
+        task = submit(outcomes.put)
         try:
             outcome = outcomes.get()
         except BaseException:
@@ -690,7 +713,6 @@ class Engine:
             raise
         if isinstance(outcome, BaseException):
             raise outcome
-        assert isinstance(outcome, Scores)
         return outcome
 
     # life
@@ -722,6 +744,7 @@ class Engine:
         self._closed = True
         self._worker.close()
         self._fetcher.close()
+        self._writer.close()
         self.store.close()
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -789,11 +812,16 @@ def _host_bytes(model: LoadedModel, host_bytes: int | None) -> int:
         return host_bytes
     if model.device.type != "cuda":  # the pool is host memory already
         return 0
-    return _memory_bytes() // HOST_SHARE
+    return min(HOST_BYTES, _memory_bytes() // HOST_SHARE)
 
 
 def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Of this machine, or what its container leaves of it."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups of version 2, and 1
+        with suppress(OSError, ValueError):
+            limits.append(int(Path("/sys/fs/cgroup", name).read_text()))
+    return min(limits)
 
 
 def _pool_pages(model: LoadedModel, pool_bytes: int | None) -> int:

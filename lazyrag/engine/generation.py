@@ -50,7 +50,30 @@ class Scores:
     distributions: Tensor | None = None
 
 
-Outcome = Generation | Scores
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """Nodes are in the pool and stay there.
+
+    Attributes:
+        report: where they came from.
+    """
+
+    report: ReuseReport
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Looked:
+    """What a question attends to.
+
+    Attributes:
+        masses: by layer fp32 [q_heads, rows, nodes], see `lazyrag.engine.mass.MassStep`; None = the
+            pool had no room.
+    """
+
+    masses: dict[int, Tensor] | None
+
+
+Outcome = Generation | Scores | Pinned | Looked
 """What comes of a request."""
 Delivery = str | Outcome | BaseException
 Deliver = Callable[[Delivery], None]
@@ -86,10 +109,16 @@ class GenerationStream(Iterator[str]):
                 self._task = self._submit(self._pieces.put)
 
     def wait_for_piece(self) -> None:
-        """Begin, and return when there is something to read."""
+        """Begin, and return when there is something to read.
+
+        Raises:
+            BaseException: it went wrong before there was.
+        """
         self.begin()
         if not self._closed and self._peeked is None:
             self._peeked = self._pieces.get()
+            if isinstance(self._peeked, BaseException):
+                raise self._peeked
 
     def __next__(self) -> str:
         self.begin()

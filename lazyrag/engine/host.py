@@ -26,7 +26,7 @@ class HostTier:
 
     Args:
         budget_bytes: of all nodes together; 0 = keep none.
-        pinned: whether a GPU reads this memory.
+        device: a GPU that reads this memory, None = none does.
         evicted: called with the bytes of every node that goes for want of room.
     """
 
@@ -34,12 +34,12 @@ class HostTier:
         self,
         budget_bytes: int,
         *,
-        pinned: bool = False,
+        device: torch.device | None = None,
         evicted: Callable[[int], None] | None = None,
     ) -> None:
         self._policy: EvictionPolicy[NodeKey] = EvictionPolicy(budget_bytes)
         self._kept: dict[NodeKey, StoredKV] = {}
-        self._pinned = pinned
+        self._device = device
         self._lock = threading.Lock()
         self._tell_evicted = evicted or (lambda nbytes: None)
 
@@ -67,7 +67,7 @@ class HostTier:
             with self._lock:
                 self._policy.touch(key)
 
-    def offer(self, key: NodeKey, kv: StoredKV, bring_s: float) -> StoredKV:
+    def keep(self, key: NodeKey, kv: StoredKV, bring_s: float) -> StoredKV:
         """Keep a node if it is worth more than what would have to go.
 
         Args:
@@ -76,24 +76,34 @@ class HostTier:
             bring_s: seconds to bring it back into host memory.
 
         Returns:
-            The same KV; a copy in memory of this tier if it stays here.
-
-        Raises:
-            OSError, MemoryError: there is no memory for the copy; nothing changed.
+            The same KV, a copy in memory of this tier if it stays here. In any case a GPU can read
+            it without the help of a processor, as far as there is memory for that.
         """
-        if not 0 < kv.nbytes <= self.budget_bytes:
+        try:
+            if (copy := self._admit(key, kv, bring_s)) is not None:
+                return copy
+            return StoredKV(kv.ids, kv.k.pin_memory(), kv.v.pin_memory()) if self._device else kv
+        except (OSError, MemoryError, RuntimeError) as error:
+            logger.warning("node %s is not kept in host memory: %r", key, error)
             return kv
+
+    def _admit(self, key: NodeKey, kv: StoredKV, bring_s: float) -> StoredKV | None:
+        if not 0 < kv.nbytes <= self.budget_bytes:
+            return None
+        given_up: list[StoredKV] = []  # freed outside the lock
         with self._lock:
             if key in self._policy:
                 return self._kept.get(key, kv)
             admission = self._policy.add(key, kv.nbytes, bring_s)
             for gone in admission.evicted:
-                if (given_up := self._kept.pop(gone, None)) is not None:
-                    self._tell_evicted(given_up.nbytes)
+                if (node := self._kept.pop(gone, None)) is not None:
+                    given_up.append(node)
+                    self._tell_evicted(node.nbytes)
+        given_up.clear()
         if not admission.admitted:
-            return kv
+            return None
         try:
-            copy = StoredKV(kv.ids, _copied(kv.k, self._pinned), _copied(kv.v, self._pinned))
+            copy = StoredKV(kv.ids, _copied(kv.k, self._device), _copied(kv.v, self._device))
         except BaseException:
             self.forget(key)
             raise
@@ -105,11 +115,12 @@ class HostTier:
     def forget(self, key: NodeKey) -> None:
         """The node will not come back."""
         with self._lock:
-            self._kept.pop(key, None)
+            gone = self._kept.pop(key, None)
             self._policy.forget(key)
+        del gone  # freed outside the lock
 
 
-def _copied(tensor: Tensor, pinned: bool) -> Tensor:
+def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:
     """The same values in memory of their own: what was read maps its file.
 
     Whole memory pages, so that pinning them touches nobody else's; torch's own pinned allocator
@@ -117,10 +128,11 @@ def _copied(tensor: Tensor, pinned: bool) -> Tensor:
     """
     copy = torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
     copy.copy_(tensor)
-    if pinned:
+    if device is not None:
         storage, runtime = copy.untyped_storage(), torch.cuda.cudart()
         address = storage.data_ptr()
-        error = runtime.cudaHostRegister(address, storage.nbytes(), 0)
+        with torch.cuda.device(device):
+            error = runtime.cudaHostRegister(address, storage.nbytes(), 0)
         if error == runtime.cudaError.success:
             weakref.finalize(storage, runtime.cudaHostUnregister, address)
         else:

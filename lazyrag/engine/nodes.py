@@ -6,11 +6,12 @@ Never wrong KV: whatever cannot be read for certain is computed anew, and the re
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent import futures
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from lazyrag_kernels.attention import Pages
@@ -18,88 +19,25 @@ from lazyrag_kernels.kv_write import write_kv
 from lazyrag_kernels.rope import cos_sin
 from torch import Tensor
 
+from lazyrag.engine.compute import NodeComputer, reason_of
 from lazyrag.engine.costs import Costs
-from lazyrag.engine.encode import Encoder
 from lazyrag.engine.fetch import Fetch, Fetcher
-from lazyrag.engine.library import Library
 from lazyrag.engine.live import LiveKey
 from lazyrag.engine.pool import PageKey, PagePool, Resident
 from lazyrag.engine.report import Origin, Reason, Tier
 from lazyrag.engine.send import Sender, Sent
-from lazyrag.errors import StoreError
+from lazyrag.engine.write import Write
 from lazyrag.model.geometry import Geometry
-from lazyrag.prompt.segments import NodeRun, NodeSource
-from lazyrag.store import KVStore, LoadFailure, NewNode, StoredKV
+from lazyrag.prompt.segments import NodeRun
+from lazyrag.store import LoadFailure
 from lazyrag.types import NodeKey
 
+SENDING_BYTES = 2**30
+"""KV on its way to the device at once, which takes device memory beside the pool."""
+
+T = TypeVar("T")
+
 logger = logging.getLogger("lazyrag")
-
-
-class NodeComputer:
-    """Computes nodes that the store does not have, and stores them.
-
-    Args:
-        store: on disk.
-        encoding: digest of the encoding.
-        encoder: computes K and V.
-        library: makes a text given with a request findable once it is stored.
-        fetcher: writes beside the forward passes.
-    """
-
-    def __init__(
-        self,
-        store: KVStore,
-        encoding: bytes,
-        encoder: Encoder,
-        library: Library,
-        fetcher: Fetcher,
-    ) -> None:
-        self._store = store
-        self._encoding = encoding
-        self._encoder = encoder
-        self._library = library
-        self._fetcher = fetcher
-
-    def stored(self, key: NodeKey) -> bool:
-        """Whether the store lists the node."""
-        try:
-            return self._store.has(key)
-        except StoreError:
-            return False
-
-    def compute(self, run: NodeRun) -> tuple[StoredKV, Future[None]]:
-        """Raw KV of a node, and when it is stored: that is done beside what follows.
-
-        Raises:
-            ModelError: a value does not fit the KV dtype.
-        """
-        (kv,) = self._encoder.encode([run.ids])
-        return kv, self._fetcher.write(lambda: self._store_node(run, kv))
-
-    def _store_node(self, run: NodeRun, kv: StoredKV) -> None:
-        try:
-            self._store.publish(self._encoding, [NewNode(run.key, kv, run.text)])
-            if run.text is not None and run.source is NodeSource.GIVEN:
-                self._library.register([self._library.describe(run.text, None, alias=False)])
-            self._store.sweep([run.key])  # its text may have been released since it was found
-        except (StoreError, OSError, MemoryError) as error:
-            logger.warning("node %s is used but not stored: %r", run.key, error)
-        self._fetcher.keep(run, kv)
-
-
-def reason_of(failure: LoadFailure, source: NodeSource) -> Reason:
-    """Why a node was computed, from why it could not be read."""
-    if failure is LoadFailure.ABSENT:
-        return {
-            NodeSource.INGESTED: Reason.MISSING,
-            NodeSource.ALIAS: Reason.FIRST_USE,
-            NodeSource.GIVEN: Reason.NOT_STORED,
-        }[source]
-    return {
-        LoadFailure.MISSING: Reason.MISSING,
-        LoadFailure.DAMAGED: Reason.DAMAGED,
-        LoadFailure.UNREADABLE: Reason.UNREADABLE,
-    }[failure]
 
 
 @dataclass(slots=True, eq=False)
@@ -108,19 +46,22 @@ class Arrival:
 
     Attributes:
         run: which node.
+        urgency: of computing it, the smallest first: the highest priority that waits for it
+            (negative), its rank among the missing nodes of its request.
         fetch: on its way from the store or host memory; None once it is to be computed.
         reason: why it is to be computed.
         sent: on its way to the device.
-        stored: done when a node that was computed is in the store.
+        write: its way into the store, once it was computed.
         origin: where it came from, once its pages are filled.
         error: why it cannot be had at all.
     """
 
     run: NodeRun
+    urgency: tuple[int, int]
     fetch: Fetch | None = None
     reason: Reason | None = None
     sent: Sent | None = None
-    stored: Future[None] | None = None
+    write: Write | None = None
     origin: Origin | None = None
     error: BaseException | None = None
 
@@ -144,6 +85,11 @@ class Placed:
     live_pages: Pages = ()
 
     @property
+    def own_pages(self) -> Pages:
+        """Of live text, those that are this request's alone."""
+        return self.live_pages[len(self.live_names) :]
+
+    @property
     def ready(self) -> bool:
         """Whether all KV is in place."""
         return all(arrival.origin is not None for arrival in self.arriving.values())
@@ -159,22 +105,57 @@ class Placed:
         arrived = {key: a.origin for key, a in self.arriving.items() if a.origin is not None}
         return {**self.resident, **arrived}
 
-    def when_stored(self, then: Callable[[], None]) -> None:
-        """Call ``then`` once every node that was computed is in the store; from any thread."""
-        _after([a.stored for a in self.arriving.values() if a.stored is not None], then)
+    def when_stored(self, then: Callable[[], None], within_s: float | None) -> None:
+        """Call ``then`` once every node that was computed is in the store; from any thread.
+
+        Args:
+            then: called once.
+            within_s: after so many seconds it is called in any case.
+        """
+        writes = [a.write.done for a in self.arriving.values() if a.write is not None]
+        _Countdown(writes, then).start(within_s)
 
 
-def _after(waits: Sequence[Future[None]], then: Callable[[], None]) -> None:
-    if waits:
-        waits[0].add_done_callback(lambda _: _after(waits[1:], then))
-    else:
+class _Countdown:
+    """Calls ``then`` once, when all of ``waits`` are done or the time is up."""
+
+    def __init__(self, waits: Sequence[Future[None]], then: Callable[[], None]) -> None:
+        self._waits = waits
+        self._then = then
+        self._left = len(waits) + 1
+        self._lock = threading.Lock()
+
+    def start(self, within_s: float | None) -> None:
+        if within_s is not None and not all(wait.done() for wait in self._waits):
+            timer = threading.Timer(max(0.0, within_s), self._end)
+            timer.daemon = True
+            timer.start()
+        for wait in self._waits:
+            wait.add_done_callback(self._count)
+        self._count()
+
+    def _count(self, _: object = None) -> None:
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            then, self._then = self._then, _nothing
         then()
+
+
+def _nothing() -> None:
+    """After the end."""
 
 
 class NodePlacer:
     """Makes nodes resident: raw keys are rotated at their local position, once, into pages.
 
-    A node is read once however many requests wait for it. Not thread-safe: the worker owns it.
+    A node is read once however many requests wait for it. Not thread-safe but where it is said: the
+    worker owns it.
     """
 
     def __init__(
@@ -192,14 +173,15 @@ class NodePlacer:
         self._costs = costs
         self._sender = Sender(pool.k.device, costs)
         self._arriving: dict[NodeKey, Arrival] = {}
-
-    @property
-    def sending(self) -> bool:
-        """Whether a node is on its way to the device."""
-        return any(arrival.sent is not None for arrival in self._arriving.values())
+        self._left: list[Sent] = []  # nobody waits for them, but the copy goes on
+        self._writes: list[Write] = []
 
     def acquire(
-        self, runs: Iterable[NodeRun], live_names: Sequence[LiveKey], live_tokens: int
+        self,
+        runs: Sequence[NodeRun],
+        live_names: Sequence[LiveKey],
+        live_tokens: int,
+        priority: int = 0,
     ) -> Placed | None:
         """Pages for everything a request needs, all marked in use; what is missing is on its way.
 
@@ -207,73 +189,87 @@ class NodePlacer:
             runs: the nodes; one may occur more than once.
             live_names: of the leading full pages of live text, which may have been computed before.
             live_tokens: to make room for, those included.
+            priority: of the request.
 
         Returns:
             None, with nothing held, when the pool has no room.
         """
         pool = self._pool
+        known: list[LiveKey] = []
+        for name in live_names:
+            if name not in pool:
+                break
+            known.append(name)
+        needed = {run.key: run for run in runs}
+        missing = {key: run for key, run in needed.items() if key not in pool}
+        own_tokens = live_tokens - len(known) * pool.page_size
+        tokens_of = (own_tokens, *(len(run.ids) for run in missing.values()))
+        here: list[PageKey] = [*known, *(key for key in needed if key not in missing)]
+        room = pool.free_pages + pool.evictable_pages - pool.idle_pages_of(here)
+        if sum(map(pool.pages_for, tokens_of)) > room:
+            return None
         placed = Placed()
-        missing: dict[NodeKey, NodeRun] = {}
-        complete = False
         try:
-            for name in live_names:  # what is here first, so that making room cannot evict it
-                if (page := pool.acquire(name)) is None:
-                    break
+            for name in known:  # what is here first, so that making room cannot evict it
+                placed.live_pages += _some(pool.acquire(name)).pages
                 placed.live_names.append(name)
-                placed.live_pages += page.pages
-            for run in runs:
-                if run.key in placed.nodes or run.key in missing:
-                    continue
-                if (resident := pool.acquire(run.key)) is None:
-                    missing[run.key] = run
-                    continue
-                placed.nodes[run.key] = resident
-                if (arrival := self._arriving.get(run.key)) is not None:
-                    placed.arriving[run.key] = arrival
-                else:
-                    nbytes = resident.tokens * self._geometry.kv_bytes_per_token(pool.k.dtype)
-                    placed.resident[run.key] = Origin(Tier.DEVICE, nbytes)
-            own_tokens = live_tokens - len(placed.live_names) * pool.page_size
-            tokens = (own_tokens, *(len(run.ids) for run in missing.values()))
-            if sum(map(pool.pages_for, tokens)) > pool.free_pages + pool.evictable_pages:
-                return None
-            for run in missing.values():
-                pages = pool.allocate(len(run.ids))
-                assert pages is not None
-                placed.nodes[run.key] = pool.admit(run.key, pages, len(run.ids), ready=False)
-                placed.arriving[run.key] = self._arriving[run.key] = Arrival(run)
-            own_pages = pool.allocate(own_tokens)
-            assert own_pages is not None
-            placed.live_pages += own_pages
-            complete = True
-        finally:
-            if not complete:
-                self.leave(placed)
-        for key in missing:
-            self._begin(placed.arriving[key])
-        self.touch(placed)
-        return placed
-
-    def touch(self, placed: Placed) -> None:
-        """Count one use of everything a request holds."""
-        keys: list[PageKey] = [*placed.nodes, *placed.live_names]
-        self._pool.touch(keys)
+            for key in needed:
+                if key not in missing:
+                    self._hold(key, placed, priority)
+            for rank, (key, run) in enumerate(missing.items()):
+                tokens = len(run.ids)
+                pages = _some(pool.allocate(tokens))
+                placed.nodes[key] = pool.admit(key, pages, tokens, ready=False)
+                arrival = Arrival(run, (-priority, rank))
+                placed.arriving[key] = self._arriving[key] = arrival
+            placed.live_pages += _some(pool.allocate(own_tokens, live=True))
+        except BaseException:
+            self.leave(placed)
+            raise
+        pool.touch([*placed.nodes, *placed.live_names])
         for key in placed.nodes:
             self._fetcher.touch(key)
+        for key in missing:
+            self._begin(placed.arriving[key])
+        return placed
+
+    def _hold(self, key: NodeKey, placed: Placed, priority: int) -> None:
+        """Take a node into use that is in the pool, or on its way there."""
+        resident = placed.nodes[key] = _some(self._pool.acquire(key))
+        if (arrival := self._arriving.get(key)) is not None:
+            arrival.urgency = min(arrival.urgency, (-priority, arrival.urgency[1]))
+            placed.arriving[key] = arrival
+        else:
+            nbytes = resident.tokens * self._geometry.kv_bytes_per_token(self._pool.k.dtype)
+            placed.resident[key] = Origin(Tier.DEVICE, nbytes)
 
     def leave(self, placed: Placed) -> None:
         """A request needs its nodes no more; one that is still awaited by nobody is given up."""
         for key in placed.nodes:
             self._pool.leave(key)
-            if key not in self._pool:
-                self._arriving.pop(key, None)
+            if key in self._pool:
+                continue
+            arrival = self._arriving.pop(key, None)
+            if arrival is not None and arrival.sent is not None:
+                self._left.append(arrival.sent)
         for name in reversed(placed.live_names):  # the first pages serve the most requests
             self._pool.leave(name)
 
-    def ahead(self, run: NodeRun) -> None:
-        """Begin to read a node that a waiting request will need; from any thread."""
-        if run.key not in self._pool and not self._computing_is_faster(run):
-            self._fetcher.ahead(run)
+    def ahead(self, run: NodeRun) -> bool:
+        """Begin to read a node that a waiting request will need; from any thread.
+
+        Returns:
+            False when there is no room for more.
+        """
+        if run.key in self._pool or self._computing_is_faster(run):
+            return True
+        return self._fetcher.ahead(run)
+
+    def forget(self, key: NodeKey) -> None:
+        """The node was released: nothing of it stays but what running requests use."""
+        self._pool.drop(key)
+        self._fetcher.forget(key)
+        self._computer.forget(key)
 
     def _begin(self, arrival: Arrival) -> None:
         """Have a node read, or computed where that is faster by this machine's own speeds."""
@@ -284,7 +280,7 @@ class NodePlacer:
                 arrival.reason = Reason.FASTER
             else:
                 arrival.fetch = self._fetcher.fetch(run)
-        except Exception as error:  # no thread can be started, say
+        except Exception as error:
             logger.warning("node %s is computed anew: %r", run.key, error)
             arrival.reason = Reason.UNREADABLE
 
@@ -304,6 +300,11 @@ class NodePlacer:
         Returns:
             Whether anything came of it.
         """
+        self._left = [sent for sent in self._left if not sent.here]
+        for write in [write for write in self._writes if write.done.done()]:
+            self._writes.remove(write)
+            if write.released:
+                self._pool.drop(write.key)
         moved = False
         for arrival in list(self._arriving.values()):
             if arrival.error is None and self._advance(arrival):
@@ -313,48 +314,65 @@ class NodePlacer:
         return moved
 
     def compute_next(self) -> bool:
-        """Compute the node that waits longest for it; False when there is none."""
-        arrival = next((a for a in self._arriving.values() if a.reason and not a.sent), None)
-        if arrival is None:
+        """Compute the most urgent node that is to be; False when there is none, or not yet."""
+        due = [a for a in self._arriving.values() if a.reason and not a.sent and not a.error]
+        if not due or self._computer.must_wait:
             return False
+        arrival = min(due, key=lambda arrival: arrival.urgency)
         try:
-            kv, arrival.stored = self._computer.compute(arrival.run)
+            kv, arrival.write = self._computer.compute(arrival.run)
+            self._writes.append(arrival.write)
             arrival.sent = self._sender.send(kv)
             arrival.sent.wait()
-            self._advance(arrival)
-        except Exception as error:
-            self._fail(arrival, error)
+            self._write(arrival, arrival.sent)
+        except Exception as error:  # who waits for it learns why
+            arrival.error = error
         return True
 
-    def wait_for_read(self) -> None:
-        """Return when a node that is being read is here."""
-        reading = [a.fetch.outcome for a in self._arriving.values() if a.fetch and not a.sent]
-        futures.wait(reading, return_when=futures.FIRST_COMPLETED)
-
-    def wait_for_sent(self) -> None:
-        """Return when a node that is on its way to the device is there."""
+    def wait_for_sent(self) -> bool:
+        """Return when a node is there that is on its way to the device; False: none is."""
         for arrival in self._arriving.values():
             if arrival.sent is not None:
                 arrival.sent.wait()
-                return
+                return True
+        return False
 
     def _advance(self, arrival: Arrival) -> bool:
         """One step of a node's way: read, sent, written; False when there is nothing to do yet."""
+        begun = arrival.sent is None
+        if begun and not self._send(arrival):
+            return arrival.error is not None
+        if arrival.sent is None or not arrival.sent.here:  # it could not be read, or takes a while
+            return begun
         try:
-            if arrival.sent is None:
-                if arrival.fetch is None or not arrival.fetch.outcome.done():
-                    return False
-                outcome = arrival.fetch.outcome.result()
-                if isinstance(outcome, LoadFailure):
-                    arrival.reason = reason_of(outcome, arrival.run.source)
-                    arrival.fetch = None
-                    return True
-                arrival.sent = self._sender.send(outcome)
-            if not arrival.sent.here:
-                return False
             self._write(arrival, arrival.sent)
         except Exception as error:
-            self._fail(arrival, error)
+            arrival.error = error
+        return True
+
+    def _send(self, arrival: Arrival) -> bool:
+        """Send what has been read; False when that must wait."""
+        if arrival.fetch is None or not arrival.fetch.outcome.done():
+            return False
+        try:
+            outcome = arrival.fetch.outcome.result()
+        except BaseException as error:  # none of those that `Fetcher.load` knows
+            logger.warning("node %s is computed anew: %r", arrival.run.key, error)
+            outcome = LoadFailure.UNREADABLE
+        if isinstance(outcome, LoadFailure):
+            arrival.reason = reason_of(outcome, arrival.run.source)
+            arrival.fetch = None
+            return True
+        on_the_way = sum(a.sent.kv.nbytes for a in self._arriving.values() if a.sent is not None)
+        if on_the_way and on_the_way + outcome.nbytes > SENDING_BYTES:
+            return False
+        try:
+            arrival.sent = self._sender.send(outcome)
+        except Exception as error:  # no memory, say: there will be more when others have arrived
+            if on_the_way:
+                return False
+            arrival.error = error
+            return False
         return True
 
     def _write(self, arrival: Arrival, sent: Sent) -> None:
@@ -370,9 +388,10 @@ class NodePlacer:
         del self._arriving[run.key]
         self._fetcher.settled(run.key)
 
-    def _fail(self, arrival: Arrival, error: Exception) -> None:
-        """Nobody can have this node now; those who wait for it learn why, and it is forgotten."""
-        arrival.error = error
+
+def _some(found: T | None) -> T:
+    assert found is not None, "it is there"
+    return found
 
 
 def write_node_kv(pool: PagePool, geometry: Geometry, k: Tensor, v: Tensor, pages: Pages) -> None:

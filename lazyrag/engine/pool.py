@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from lazyrag_kernels.attention import Pages
+from numpy.typing import NDArray
 
 from lazyrag.engine.eviction import EvictionPolicy
 from lazyrag.engine.live import LiveKey
@@ -27,62 +29,57 @@ def page_size_on(device: torch.device) -> int:
 
 
 class PageAllocator:
-    """Hands out page numbers; keeps free pages as extents so that runs stay contiguous."""
+    """Hands out page numbers, contiguous ones as far as there are any.
+
+    Allocating and giving back takes some array operations over all pages, whatever their state.
+    """
 
     def __init__(self, pages: int) -> None:
         self.total = pages
-        self._free: dict[int, int] = {0: pages} if pages else {}  # first page -> length
         self.free = pages
+        self._is_free = np.ones(pages, dtype=np.bool_)
 
-    def allocate(self, count: int) -> Pages | None:
+    def allocate(self, count: int, *, high: bool = False) -> Pages | None:
         """``count`` pages, from the smallest extent that holds them all, else from the largest.
+
+        Args:
+            count: how many.
+            high: take the last free pages instead, wherever they lie: for what comes and goes page
+                by page, so that the other end stays whole.
 
         Returns:
             None when fewer than ``count`` are free.
         """
         if count > self.free:
             return None
-        taken: list[int] = []
-        while len(taken) < count:
-            wanted = count - len(taken)
-            fitting = [(length, first) for first, length in self._free.items() if length >= wanted]
-            length, first = (
-                min(fitting)
-                if fitting
-                else max((length, -first) for first, length in self._free.items())
-            )
-            first = abs(first)
-            take = min(wanted, length)
-            del self._free[first]
-            if take < length:
-                self._free[first + take] = length - take
-            taken += range(first, first + take)
+        pages = np.flatnonzero(self._is_free)[-count:] if high else self._extents_of(count)
+        pages = pages if count else pages[:0]
+        self._is_free[pages] = False
         self.free -= count
-        return tuple(sorted(taken))
+        return tuple(sorted(pages.tolist()))
+
+    def _extents_of(self, count: int) -> NDArray[np.int64]:
+        edges = np.flatnonzero(np.diff(self._is_free.astype(np.int8), prepend=0, append=0))
+        firsts, lengths = edges[::2], edges[1::2] - edges[::2]
+        fitting = np.flatnonzero(lengths >= count)
+        if fitting.size:
+            first = firsts[fitting[lengths[fitting].argmin()]]
+            return np.arange(first, first + count)
+        by_length = np.argsort(-lengths, kind="stable")
+        taken = [np.arange(firsts[i], firsts[i] + lengths[i]) for i in by_length]
+        return np.concatenate(taken)[:count]
 
     def release(self, pages: Pages) -> None:
-        """Give pages back; neighbouring extents join.
+        """Give pages back.
 
         Raises:
-            ValueError: a page is already free.
+            ValueError: a page is free already, or not of this pool; nothing was given back.
         """
-        for page in sorted(pages):
-            self._release_one(page)
-
-    def _release_one(self, page: int) -> None:
-        before = next(
-            (first for first, length in self._free.items() if first <= page < first + length), None
-        )
-        if before is not None or not 0 <= page < self.total:
-            raise ValueError(f"page {page} is not in use")
-        first, length = page, 1
-        left = next((f for f, n in self._free.items() if f + n == page), None)
-        if left is not None:
-            first, length = left, self._free.pop(left) + 1
-        if page + 1 in self._free:
-            length += self._free.pop(page + 1)
-        self._free[first] = length
-        self.free += 1
+        for page in pages:
+            if not 0 <= page < self.total or self._is_free[page]:
+                raise ValueError(f"page {page} is not in use")
+        self._is_free[list(pages)] = True
+        self.free += len(pages)
 
 
 PageKey = NodeKey | LiveKey
@@ -98,12 +95,14 @@ class Resident:
         tokens: how many.
         users: requests (and pins) that hold it.
         ready: whether the pages hold it already.
+        released: whether it goes with its last user.
     """
 
     pages: Pages
     tokens: int
     users: int = 0
     ready: bool = True
+    released: bool = False
 
 
 class PagePool:
@@ -180,14 +179,24 @@ class PagePool:
         """Pages that ``tokens`` tokens occupy."""
         return -(-tokens // self.page_size)
 
-    def allocate(self, tokens: int) -> Pages | None:
-        """Pages for ``tokens`` tokens, evicting idle entries if need be; None when impossible."""
+    def idle_pages_of(self, keys: Iterable[PageKey]) -> int:
+        """Of the evictable pages, those of these resident entries."""
+        entries = [self._resident[key] for key in keys]
+        return sum(len(entry.pages) for entry in entries if not entry.users)
+
+    def allocate(self, tokens: int, *, live: bool = False) -> Pages | None:
+        """Pages for ``tokens`` tokens, evicting idle entries if need be; None when impossible.
+
+        Args:
+            tokens: how many.
+            live: whether they are live text, which comes and goes page by page.
+        """
         count = self.pages_for(tokens)
         if count > self.free_pages + self.evictable_pages:
             return None
         while self.free_pages < count:
             self._evicted(self._idle.evict(count - self.free_pages))
-        return self._allocator.allocate(count)
+        return self._allocator.allocate(count, high=live)
 
     def release(self, pages: Pages) -> None:
         """Give a request's own pages back."""
@@ -228,14 +237,18 @@ class PagePool:
         return self._resident[key]
 
     def leave(self, key: PageKey) -> None:
-        """One request less uses the entry; what never became ready is given up with the last."""
+        """One request less uses the entry.
+
+        What never became ready, or was dropped meanwhile, is given up with the last.
+        """
         entry = self._resident[key]
         if entry.users < 1:
             raise ValueError(f"{key} is not in use")
         entry.users -= 1
         if entry.users:
             return
-        if not entry.ready:
+        if entry.released or not entry.ready:
+            self._idle.forget(key)
             self._give_up(key)
             return
         size = max(1, len(entry.pages))
@@ -243,9 +256,12 @@ class PagePool:
         self._evicted(offer.evicted if offer.admitted else (key,))
 
     def drop(self, key: PageKey) -> None:
-        """Give up an entry's place; one in use stays, and is idle like any other later."""
+        """Give up an entry's place, at once or, if it is in use, with its last user."""
         entry = self._resident.get(key)
-        if entry is not None and not entry.users:
+        if entry is None:
+            return
+        entry.released = True
+        if not entry.users:
             self._idle.forget(key)
             self._give_up(key)
 

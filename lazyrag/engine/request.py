@@ -108,6 +108,22 @@ class Request:
             deadline=None if options.timeout_s is None else started + options.timeout_s,
         )
 
+    @classmethod
+    def of_nodes(cls, read: ReadPrompt) -> Request:
+        """A request for nodes alone, of which nothing is computed."""
+        prompt = place(read.runs)
+        return cls(
+            prompt=prompt,
+            known=tuple((node.run, node.offset) for node in prompt.nodes),
+            near=(),
+            warnings=tuple(read.warnings),
+            options=GenerationOptions(),
+            constraint=None,
+            new_tokens=0,
+            recognise_s=0.0,
+            deadline=None,
+        )
+
     def check_time(self) -> None:
         """Called between forward passes.
 
@@ -119,6 +135,11 @@ class Request:
                 f"the request took longer than its timeout of {self.options.timeout_s:g} s and was "
                 "stopped. Allow more time, retrieve less, or ask for fewer new tokens."
             )
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until its time is up; None = it has no limit."""
+        return None if self.deadline is None else self.deadline - time.perf_counter()
 
     @property
     def ids(self) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,17 +10,18 @@ import torch
 from torch import Tensor
 
 from lazyrag.engine.attention import paged_attention
+from lazyrag.engine.compute import NodeComputer, reason_of
 from lazyrag.engine.fetch import Fetcher
+from lazyrag.engine.forward import Launched, NextTokens, packed_forward, run
 from lazyrag.engine.live import LiveKey, LiveNames, reusable_names
 from lazyrag.engine.mass import LayersDone, MassStep
 from lazyrag.engine.materialized import MaterializedSequence
-from lazyrag.engine.nodes import NodeComputer, NodePlacer, Placed, reason_of
+from lazyrag.engine.nodes import NodePlacer, Placed
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.report import Origin, Tier
 from lazyrag.engine.request import Request
 from lazyrag.engine.sequence import PagedSequence, SeenNode
 from lazyrag.errors import RequestError
-from lazyrag.model import seam
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.segments import NodeRun, PlacedPrompt
 from lazyrag.store import StoredKV
@@ -118,6 +118,7 @@ class Runner:
         self._computer = computer
         self._reuse_live = reuse_live
         self._paged = paged_attention(pool, model.geometry)
+        self._packed = packed_forward(model, self._paged)
         self._raw: dict[NodeKey, StoredKV] = {}
         self._named: tuple[PlacedPrompt | None, Sequence[LiveKey]] = None, ()
 
@@ -147,18 +148,17 @@ class Runner:
         if request.options.quality is Quality.MATERIALIZED:
             return
         for node in request.prompt.nodes:
-            self._placer.ahead(node.run)
+            if not self._placer.ahead(node.run):
+                return
 
     def rest(self) -> None:
         """Nothing runs or waits: give up what was read for requests that left."""
         self._fetcher.rest()
 
     def drop(self, keys: Iterable[NodeKey]) -> None:
-        """Forget nodes that are in memory and not in use."""
-        self._fetcher.flush()  # what is being stored was perhaps released
+        """Forget nodes: those in use stay until their requests have ended."""
         for key in keys:
-            self.pool.drop(key)
-            self._fetcher.forget(key)
+            self._placer.forget(key)
             self._raw.pop(key, None)
 
     def begin(self, request: Request) -> Started | None:
@@ -167,23 +167,34 @@ class Runner:
             return self._begin_materialized(request)
         prompt, pool = request.prompt, self.pool
         capacity = len(prompt.live_ids) + request.new_tokens
-        runs = (node.run for node in prompt.nodes)
-        placed = self._placer.acquire(runs, self._reusable(prompt), capacity)
+        placed = self._placer.acquire(
+            [node.run for node in prompt.nodes],
+            self._reusable(prompt),
+            capacity,
+            request.options.priority,
+        )
         if placed is None:
             return None
+        try:
+            return Started(self._sequence(prompt, placed, capacity), placed)
+        except BaseException:
+            pool.release(placed.own_pages)
+            self._placer.leave(placed)
+            raise
+
+    def _sequence(self, prompt: PlacedPrompt, placed: Placed, capacity: int) -> PagedSequence:
         nodes = [
             SeenNode(placed.nodes[node.run.key].pages, node.run.used, node.offset, node.first_row)
             for node in prompt.nodes
         ]
+        names = LiveNames(prompt.nodes, self.pool.page_size) if self._reuse_live else None
         shared = len(placed.live_names)
-        reused = shared * pool.page_size
-        names = LiveNames(prompt.nodes, pool.page_size) if self._reuse_live else None
-        sequence = PagedSequence(
-            pool, nodes, placed.live_pages, capacity, names, shared, prompt.live_positions[:reused]
-        )
+        positions = prompt.live_positions[: shared * self.pool.page_size]
         if names is not None:
-            names.extend(prompt.live_ids[:reused], prompt.live_positions[:reused])
-        return Started(sequence, placed)
+            names.extend(prompt.live_ids[: len(positions)], positions)
+        return PagedSequence(
+            self.pool, nodes, placed.live_pages, capacity, names, shared, positions
+        )
 
     def _reusable(self, prompt: PlacedPrompt) -> Sequence[LiveKey]:
         if not self._reuse_live:
@@ -208,31 +219,12 @@ class Runner:
 
     def wait_for_sent(self) -> bool:
         """Wait for a node that is on its way to the device; False when there is none."""
-        if not self._placer.sending:
-            return False
-        self._placer.wait_for_sent()
-        return True
+        return self._placer.wait_for_sent()
 
-    def pin(self, runs: Sequence[NodeRun]) -> None:
-        """Bring nodes and hold them until `unpin`; a pin counts as one more user.
-
-        Raises:
-            RequestError: no room for them; nothing was pinned.
-        """
-        placed = self._placer.acquire(runs, (), 0)
-        if placed is None:
-            tokens = sum(len(run.ids) for run in runs)
-            raise RequestError(
-                f"no room to pin nodes of {tokens:,} tokens: the pool holds "
-                f"{self.pool.capacity:,} tokens, {self.pool.pinned_pages * self.pool.page_size:,} "
-                "of them pinned, and others are in use."
-            )
-        try:
-            self.settle(placed)
-        except BaseException:
-            self._placer.leave(placed)
-            raise
-        for key in placed.nodes:
+    def pin(self, started: Started) -> None:
+        """Keep a request's nodes in the pool until `unpin`; a pin counts as one more user."""
+        for key in started.placed.nodes:
+            self.pool.acquire(key)
             self.pool.pin(key)
 
     def unpin(self, keys: Iterable[NodeKey]) -> None:
@@ -248,19 +240,6 @@ class Runner:
         for key in chosen:
             self.pool.unpin(key)
             self.pool.leave(key)
-
-    def settle(self, placed: Placed) -> None:
-        """Return when every node is in place; nothing else runs meanwhile.
-
-        Raises:
-            Exception: why one cannot be had.
-        """
-        while not placed.ready:
-            if placed.error is not None:
-                raise placed.error
-            if self.place(math.inf) or self.compute_next() or self.wait_for_sent():
-                continue
-            self._placer.wait_for_read()
 
     def _begin_materialized(self, request: Request) -> Started:
         origins: dict[NodeKey, Origin] = {}
@@ -289,34 +268,37 @@ class Runner:
         outcome = self._fetcher.load(run)
         if isinstance(outcome, StoredKV):
             return outcome, Origin(Tier.DISK, outcome.nbytes)
-        kv, stored = self._computer.compute(run)
-        stored.result()
+        kv, write = self._computer.compute(run)
+        write.done.result()
         return kv, Origin(Tier.NONE, 0, reason_of(outcome, run.source))
 
     @torch.inference_mode()
-    def look(self, prompt: PlacedPrompt, layers: Collection[int]) -> dict[int, Tensor] | None:
-        """How much the last rows of a prompt attend to each of its nodes; nothing else runs.
+    def look(
+        self, started: Started, prompt: PlacedPrompt, layers: Collection[int]
+    ) -> dict[int, Tensor] | None:
+        """How much the last rows of a prompt attend to each of its nodes.
 
         Only the layers up to the last of ``layers`` are run.
 
         Args:
-            prompt: with `MAX_ROWS` live tokens at most.
+            started: holds the nodes; ready.
+            prompt: over these nodes, with `MAX_ROWS` live tokens at most.
             layers: whose attention is measured.
 
         Returns:
-            By layer fp32 [q_heads, rows, nodes], see `MassStep`; None: no room in the pool now.
+            By layer fp32 [q_heads, rows, nodes], see `MassStep`; None: no room for the live text.
         """
         live = len(prompt.live_ids)
-        placed = self._placer.acquire((node.run for node in prompt.nodes), (), live)
-        if placed is None:
+        pages = self.pool.allocate(live)
+        if pages is None:
             return None
-        nodes = [
-            SeenNode(placed.nodes[node.run.key].pages, node.run.used, node.offset, node.first_row)
-            for node in prompt.nodes
-        ]
-        sequence = PagedSequence(self.pool, nodes, placed.live_pages, live)
         try:
-            self.settle(placed)
+            held = started.placed.nodes
+            nodes = [
+                SeenNode(held[one.run.key].pages, one.run.used, one.offset, one.first_row)
+                for one in prompt.nodes
+            ]
+            sequence = PagedSequence(self.pool, nodes, pages, live)
             step = MassStep(
                 self._paged.step([sequence.rows(prompt.live_positions)]),
                 [(sequence, prompt.live_ids, prompt.live_positions)],
@@ -325,13 +307,11 @@ class Runner:
                 layers,
                 stop=True,
             )
-            ids = torch.tensor([prompt.live_ids], dtype=torch.int64, device=self.model.device)
             with suppress(LayersDone):
-                seam.hidden_states(self.model.model, ids, step)
+                run(self.model, prompt.live_ids, step, ())
             return step.masses[0]
         finally:
-            sequence.release()
-            self._placer.leave(placed)
+            self.pool.release(pages)
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[Rows]) -> list[Tensor]:
@@ -343,29 +323,28 @@ class Runner:
         Returns:
             Of each request fp32 [wanted, vocab].
         """
-        ids = [id for rows in batch for id in rows.ids]
-        tokens = torch.tensor([ids], dtype=torch.int64, device=self.model.device)
-        hidden = seam.hidden_states(self.model.model, tokens, self._attention(batch))[0]
-        wanted: list[int] = []
-        end = 0
-        for rows in batch:
-            end += len(rows.ids)
-            wanted += range(end - rows.wanted, end)
-        index = torch.tensor(wanted, dtype=torch.int64, device=hidden.device)
-        logits = seam.logits(self.model.model, hidden[index])
+        first = batch[0]
+        if isinstance(first.sequence, MaterializedSequence):
+            wanted = range(len(first.ids) - first.wanted, len(first.ids))
+            step = first.sequence.step(first.positions)
+            logits = run(self.model, first.ids, step, wanted)
+        else:
+            logits = self.launch(batch).logits.clone()
         for rows in batch:
             if isinstance(rows.sequence, PagedSequence):
                 rows.sequence.computed(rows.ids, rows.positions)
         return list(logits.split([rows.wanted for rows in batch]))
 
-    def _attention(self, batch: Sequence[Rows]) -> seam.AttentionStep:
-        first = batch[0]
-        if isinstance(first.sequence, MaterializedSequence):
-            return first.sequence.step(first.positions)
-        return self._paged.step(
+    def launch(self, batch: Sequence[Rows]) -> Launched:
+        """As `forward` for requests over the pool, without waiting for the device."""
+        return self._packed.launch(
             [
-                rows.sequence.rows(rows.positions)
+                NextTokens(rows.sequence, rows.ids, rows.positions, rows.wanted)
                 for rows in batch
                 if isinstance(rows.sequence, PagedSequence)
             ]
         )
+
+    def warm_up(self) -> None:
+        """Do what makes later passes faster, where there is something; may take a minute."""
+        self._packed.warm_up()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields, replace
 from hashlib import blake2b
 from numbers import Integral, Real
@@ -46,6 +46,8 @@ class Sampler:
     Attributes:
         seed: of the random stream, also when ``options.seed`` is None; the same seed gives the same
             answer again.
+        kind: answers of one kind may be drawn together; None = this one has rules of its own.
+        warpers: what `draw_rows` needs of this kind; nothing where the likeliest is taken.
     """
 
     def __init__(
@@ -58,7 +60,10 @@ class Sampler:
         self.seed = secrets.randbits(32) if options.seed is None else int(options.seed)
         self._greedy = options.temperature == 0
         self._step = 0
-        self._warpers = [] if self._greedy else _warpers(options)
+        self.warpers = [] if self._greedy else _warpers(options)
+        self.kind: Hashable = None
+        if constraint is None and options.repetition_penalty == 1:
+            self.kind = (options.temperature,) if self._greedy else _kind(options)
         self._penalty: RepetitionPenaltyLogitsProcessor | None = None
         if options.repetition_penalty != 1:
             self._penalty = RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty))
@@ -94,26 +99,39 @@ class Sampler:
         return token
 
     def _finite(self, scores: Tensor) -> Tensor:
-        top = scores.max()
-        if not torch.isfinite(top):
+        self._check_finite(float(scores.max()))
+        return scores
+
+    def _check_finite(self, top: float) -> None:
+        if not math.isfinite(top):
             raise LazyRagError(
-                f"The model's logits are not finite (maximum {top.item()}) at token {self._step} "
+                f"The model's logits are not finite (maximum {top}) at token {self._step} "
                 "of the answer: its weights are damaged or its dtype overflows. Check the model "
                 "files, or load it with dtype='float32'."
             )
-        return scores
+
+    def uniform(self) -> float:
+        """The random number in [0, 1) of the next token."""
+        generator = torch.Generator().manual_seed(_step_seed(self.seed, self._step))
+        return float(torch.rand((), generator=generator, dtype=torch.float64))
+
+    def accept(self, token: int, top: float) -> int:
+        """Take a token that was chosen with others of this kind.
+
+        Args:
+            token: as `next` would have chosen it.
+            top: the largest of its logits.
+
+        Raises:
+            LazyRagError: as `next`.
+        """
+        self._check_finite(top)
+        self._step += 1
+        return token
 
     def _draw(self, scores: Tensor) -> int:
-        # With 0 as the maximum, no temperature however small overflows.
-        scores = scores - scores.max()
-        for warp in self._warpers:
-            scores = warp(self._seen_ids, scores)
-        probabilities = scores[0].softmax(-1).double().cpu()
-        cumulative = probabilities.cumsum(0)
-        generator = torch.Generator().manual_seed(_step_seed(self.seed, self._step))
-        draw = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
-        token = int(torch.searchsorted(cumulative, draw, right=True))
-        return min(token, int(probabilities.nonzero()[-1]))
+        uniform = torch.tensor([self.uniform()], dtype=torch.float64)
+        return int(draw_rows(scores, self.warpers, uniform))
 
     def _remember(self, token: int) -> None:
         if self._penalty is not None and token not in self._seen:
@@ -121,6 +139,30 @@ class Sampler:
             self._seen_ids = torch.cat(
                 [self._seen_ids, self._seen_ids.new_tensor([[token]])], dim=1
             )
+
+
+def draw_rows(scores: Tensor, warpers: Sequence[LogitsProcessor], uniform: Tensor) -> Tensor:
+    """One token of each row, on the device of the scores.
+
+    Args:
+        scores: finite maxima, ``[rows, vocab]``.
+        warpers: of every row.
+        uniform: fp64 ``[rows]`` in [0, 1), on any device.
+
+    Returns:
+        int64 ``[rows]``.
+    """
+    nothing = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
+    # With 0 as the maximum, no temperature however small overflows.
+    scores = scores - scores.max(dim=-1, keepdim=True).values
+    for warp in warpers:
+        scores = warp(nothing, scores)
+    probabilities = scores.softmax(-1).double()
+    cumulative = probabilities.cumsum(-1)
+    draw = uniform.to(scores.device)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, draw, right=True)[:, 0]
+    last = probabilities.shape[-1] - 1 - (probabilities > 0).flip(-1).int().argmax(-1)
+    return torch.minimum(tokens, last)
 
 
 def make_options(
@@ -242,6 +284,10 @@ def _warpers(options: GenerationOptions) -> list[LogitsProcessor]:
     if options.min_p:
         chosen.append(MinPLogitsWarper(float(options.min_p)))
     return chosen
+
+
+def _kind(options: GenerationOptions) -> Hashable:
+    return options.temperature, options.top_k, options.top_p, options.min_p
 
 
 def _step_seed(seed: int, step: int) -> int:

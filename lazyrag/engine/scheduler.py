@@ -32,6 +32,8 @@ MAX_RUNNING = 256
 """Requests that run at once."""
 MAX_WAITING = 4096
 """Requests that wait; more are refused."""
+READ_AHEAD = 8
+"""Waiting requests whose nodes are read."""
 PLACE_S = 0.05
 """Seconds after which no further node is written into pages before a forward pass."""
 
@@ -87,6 +89,8 @@ class Scheduler:
         """
         self._drop(self._given_up)
         admitted = self._admit()
+        if admitted:
+            self._read_ahead()
         arrived = self._take_in()
         passes = _passes(self._next_tokens())
         for batch in passes:
@@ -158,6 +162,11 @@ class Scheduler:
             admitted = True
         return admitted
 
+    def _read_ahead(self) -> None:
+        """Have nodes read for those who are admitted next."""
+        for *_, task in heapq.nsmallest(READ_AHEAD, self._waiting):
+            self._runner.prefetch(task.request)
+
     def _take_in(self) -> bool:
         """Nodes that have arrived, at most one that must be computed, requests that have all."""
         moved = self._runner.place(time.perf_counter() + PLACE_S)
@@ -168,8 +177,9 @@ class Scheduler:
                 if (error := task.started.error) is not None:
                     raise error
                 if task.started.ready:
-                    task.begin()
                     moved = True
+                    if (outcome := task.begin()) is not None:
+                        self._end(task, outcome)
             except Exception as error:
                 self._end(task, error)
                 moved = True
@@ -213,7 +223,9 @@ class Scheduler:
             if started is None or isinstance(outcome, BaseException):
                 task.conclude(outcome)
             else:
-                started.placed.when_stored(partial(task.conclude, outcome))
+                started.placed.when_stored(
+                    partial(task.conclude, outcome), task.request.seconds_left
+                )
 
 
 def _passes(batch: Pass) -> Sequence[Pass]:

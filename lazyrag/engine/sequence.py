@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from lazyrag_kernels.attention import Batch, CpuStep, LiveSpan, NodeSpan, Pages, RequestRows
 from lazyrag_kernels.kv_write import write_kv
@@ -68,18 +69,19 @@ class PagedSequence:
         self._names = names
         self._full_pages = shared
         self._published: list[LiveKey] = []
-        self._own = list(live_pages[shared:])
+        self._own = dict.fromkeys(live_pages[shared:])
         self.live_pages = live_pages
         self.reused = len(positions)
         self._positions = torch.empty(live_capacity, dtype=torch.int64)
-        self._positions[: self.reused] = torch.as_tensor(positions, dtype=torch.int64)
-        self._slots = pool.slots(live_pages, 0, live_capacity)
+        self._where = self._positions.numpy()  # the same memory
+        self._where[: self.reused] = positions
+        self._slots = _host_slots(live_pages, live_capacity, pool.page_size)
         self._length = self.reused
 
     def rows(self, positions: Sequence[int]) -> tuple[RequestRows, Tensor]:
-        """The next ``len(positions)`` live tokens as query rows, and their slots."""
+        """The next ``len(positions)`` live tokens as query rows, and their slots (on the host)."""
         first, self._length = self._length, self._length + len(positions)
-        self._positions[first : self._length] = torch.as_tensor(positions)
+        self._where[first : self._length] = positions
         live = LiveSpan(self.live_pages, self._positions[: self._length], first)
         nodes = self._seen  # the same tuple for every row behind the last node
         if first < self._last_first_row:
@@ -104,6 +106,11 @@ class PagedSequence:
             raise ValueError(f"{length} of {self._length} live tokens cannot be kept")
         self._length = length
 
+    def extend(self, position: int) -> None:
+        """Count one more live token, in a pass that needs no new plan."""
+        self._where[self._length] = position
+        self._length += 1
+
     def computed(self, ids: Sequence[int], positions: Sequence[int]) -> None:
         """Live tokens were computed: full pages of them serve later requests as well.
 
@@ -115,13 +122,19 @@ class PagedSequence:
             if name not in self._pool:
                 self._pool.admit(name, (page,), self._pool.page_size)
                 self._published.append(name)
-                self._own.remove(page)
+                del self._own[page]
 
     def release(self) -> None:
         """Give the request's own pages back; what serves others is only left."""
         self._pool.release(tuple(self._own))
         for name in reversed(self._published):  # the first pages serve the most requests
             self._pool.leave(name)
+
+
+def _host_slots(pages: Pages, count: int, page_size: int) -> Tensor:
+    inside = np.arange(page_size)
+    slots = (np.array(pages, np.int64).reshape(-1, 1) * page_size + inside).reshape(-1)
+    return torch.from_numpy(slots[:count])
 
 
 class PagedStep:
@@ -138,7 +151,7 @@ class PagedStep:
         batch = Batch(tuple(request for request, _ in rows), pool.page_size)
         self._pool = pool
         self._layers = geometry.layers
-        self._slots = torch.cat([slots for _, slots in rows])
+        self._slots = torch.cat([slots for _, slots in rows]).to(pool.k.device)
         self._positions = torch.cat([request.positions for request in batch.requests])
         self._attention = CpuStep(batch, geometry.q_heads, geometry.head_dim)
         self._tables: dict[Rotary, tuple[Tensor, Tensor]] = {}

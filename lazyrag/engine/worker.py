@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 
-from lazyrag.engine.answer import Answer, Scoring, Task
+from lazyrag.engine.answer import Answer, Pinning, Scoring, Task
 from lazyrag.engine.generation import Deliver
+from lazyrag.engine.looking import Looking
 from lazyrag.engine.metrics import Metrics
 from lazyrag.engine.request import Request
 from lazyrag.engine.runner import Runner
-from lazyrag.engine.scheduler import Scheduler
+from lazyrag.engine.scheduler import READ_AHEAD, Scheduler
 from lazyrag.errors import LazyRagError, RequestError
+from lazyrag.prompt.segments import PlacedPrompt
 
 T = TypeVar("T")
 
@@ -40,6 +43,7 @@ class Worker:
         self._runner = runner
         self._metrics = metrics or Metrics()
         self._scheduler = Scheduler(runner)
+        self._pid = os.getpid()
         self._woken = threading.Condition()
         self._arrived: deque[Task] = deque()
         self._stalled = False
@@ -63,13 +67,46 @@ class Worker:
         """
         return self._put(Scoring(request, answer, whole, deliver, self._metrics))
 
+    def pin(self, request: Request, deliver: Deliver) -> Task:
+        """Put nodes in line that are to stay in the pool; see `Pinning`.
+
+        Raises:
+            RequestError: the worker is closed.
+        """
+        return self._put(Pinning(request, self._runner, deliver, self._metrics))
+
+    def look(
+        self, request: Request, prompt: PlacedPrompt, layers: Collection[int], deliver: Deliver
+    ) -> Task:
+        """Put a look at a prompt in line; see `Looking`.
+
+        Raises:
+            RequestError: the worker is closed.
+        """
+        return self._put(Looking(request, prompt, layers, self._runner, deliver, self._metrics))
+
     def _put(self, task: Task) -> Task:
-        self._runner.prefetch(task.request)
+        self._check_process()
+        with self._woken:
+            self._check_open()
+            behind = sum(self.line)
+        if behind < READ_AHEAD:
+            self._runner.prefetch(task.request)  # at once: a pass may be under way
         with self._woken:
             self._check_open()
             self._wake()
             self._arrived.append(task)
         return task
+
+    def _check_process(self) -> None:
+        """A fork leaves the thread behind; what it was at is nobody's here."""
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self._woken = threading.Condition()
+            self._thread = None
+            self._arrived.clear()
+            self._jobs.clear()
+            self._scheduler.fail_all(RequestError("this process was forked from the engine's."))
 
     def node_arrived(self) -> None:
         """A node was read: requests that wait for it may go on. From any thread."""
@@ -85,6 +122,7 @@ class Worker:
         """
         if threading.current_thread() is self._thread:
             return job()
+        self._check_process()
         outcome: Future[T] = Future()
         with self._woken:
             self._check_open()
@@ -113,7 +151,7 @@ class Worker:
 
     def _wake(self) -> None:
         """Have a thread; nothing is put in line when none can be started."""
-        if self._thread is None or not self._thread.is_alive():  # a fork leaves it behind
+        if self._thread is None or not self._thread.is_alive():
             thread = threading.Thread(target=self._run, name="lazyrag-worker", daemon=True)
             thread.start()
             self._thread = thread

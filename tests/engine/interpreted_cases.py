@@ -8,6 +8,7 @@ import pytest
 
 from lazyrag import Engine, Live, Node
 from lazyrag.engine.attention import TritonAttention, paged_attention
+from lazyrag.engine.forward import EagerForward
 from tests.support.tiny import save_tiny
 
 TEXT = "The pier of Norrhamn was rebuilt in 1931."
@@ -28,7 +29,7 @@ def test_greedy_text_is_that_of_plain_torch(tmp_path: Path, name: str) -> None:
         runner.drop([engine.key_of(TEXT), engine.key_of(OTHER)])
         attention = TritonAttention(engine._pool, geometry)
         attention.probe()
-        runner._paged = attention
+        runner._packed = EagerForward(runner.model, attention)
         streams = [engine.stream(p, max_new_tokens=4) for p in (prompt, turned)]
         assert [stream.read().token_ids for stream in streams] == expected
         assert engine.score(prompt, "abc") == pytest.approx(score, rel=1e-4)

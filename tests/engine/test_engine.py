@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lazyrag import Engine, Live, ModelError, Node, NodeText, RequestError, StoreError
-from lazyrag.engine import runner as runner_module
 from lazyrag.engine.report import NodeStatus, Reason, Tier
+from lazyrag.model import seam
 from lazyrag.prompt.segments import as_live, place
 from lazyrag.store import store as store_module
 from tests.support.tiny import save_tiny
@@ -82,7 +82,9 @@ def test_report_as_json_is_complete(engine: Engine):
     engine.precompute([text(1)])
     data = engine.chat(question(text(1)), max_new_tokens=3).report.to_dict()
     assert data["version"] == 1
-    assert set(data["nodes"][0]) == {"key", "tokens", "offset", "tier", "status", "reason"}
+    assert set(data["nodes"][0]) == {
+        "key", "tokens", "offset", "tier", "status", "reason", "given"
+    }  # fmt: skip
     for name in (
         "nodes_reused",
         "nodes_recomputed",
@@ -381,7 +383,7 @@ def test_an_unknown_key_is_named(engine: Engine, checkpoint, tmp_path: Path):
 def test_the_context_window_is_checked_before_any_work(
     engine: Engine, monkeypatch, overrides, length: int
 ):
-    monkeypatch.setattr(runner_module.seam, "hidden_states", None)
+    monkeypatch.setattr(seam, "hidden_states", None)
     with pytest.raises(RequestError, match=r"context window of .* is 8,192"):
         engine.generate("x" * length, **overrides)
 
@@ -432,7 +434,7 @@ def test_everything_is_given_back(engine: Engine, monkeypatch):
     def broken(*_):
         raise RuntimeError("broken model")
 
-    monkeypatch.setattr(runner_module.seam, "logits", broken)
+    monkeypatch.setattr(seam, "logits", broken)
     with pytest.raises(RuntimeError, match="broken model"):
         engine.chat(question(text(1)), max_new_tokens=1)
     assert (pool.free_pages, pool.evictable_pages) == idle
@@ -508,7 +510,7 @@ def test_seeds_repeat_and_differ(engine: Engine):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"quality": "best"}, "best"),
+        ({"quality": "good"}, "good"),
         ({"temperature": -1}, "temperature"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"tempreature": 1}, "tempreature"),

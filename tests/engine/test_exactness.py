@@ -19,10 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lazyrag.engine import runner as runner_module
 from lazyrag.engine import scheduler as scheduler_module
 from lazyrag.engine.engine import Engine
-from lazyrag.model import oracle
+from lazyrag.model import oracle, seam
 from lazyrag.model.oracle import eager_logits
 from lazyrag.prompt.segments import PlacedPrompt, Run, end_live, place
 from lazyrag.types import Live, Node, Quality, Segment
@@ -78,16 +77,16 @@ def read(engine: Engine, segments: list[Segment]) -> PlacedPrompt:
 def lazy_logits(engine: Engine, segments: list[Segment], quality: Quality = Quality.FAST) -> Tensor:
     """Scores behind every live token, through the engine's own path."""
     captured: list[Tensor] = []
-    original = runner_module.seam.logits
+    original = seam.logits
 
     def capture_states(model, ids, step):
         hidden = hidden_states(model, ids, step)
         captured.append(original(model, hidden[0]))
         return hidden
 
-    hidden_states = runner_module.seam.hidden_states
+    hidden_states = seam.hidden_states
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner_module.seam, "hidden_states", capture_states)
+        patch.setattr(seam, "hidden_states", capture_states)
         engine.precompute([s.text for s in segments if isinstance(s, Node)])
         captured.clear()
         engine.generate(segments, max_new_tokens=1, quality=quality)

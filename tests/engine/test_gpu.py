@@ -103,3 +103,39 @@ def test_heads_that_no_launch_takes_run_in_plain_torch(
     ) as engine:
         assert not isinstance(engine._runner._paged, TritonAttention)
         assert engine.generate(prompt(0, 1), max_new_tokens=4).token_ids
+
+
+def test_nodes_come_back_from_pinned_memory(wide, tmp_path: Path) -> None:
+    """Evicted from the device, sent in a stream of their own while an answer is written."""
+    with Engine.from_pretrained(
+        wide("llama"), store=tmp_path / "kv", device="cuda", dtype="float32", host_bytes=2**28
+    ) as engine:
+        keys = engine.precompute(TEXTS)
+        expected = [engine.generate(prompt(n, 5), max_new_tokens=20).token_ids for n in range(5)]
+        assert all(engine._host._kept[key].k.is_pinned() for key in keys)
+        with engine.stream(prompt(0, 1), max_new_tokens=3_000, temperature=3.0, seed=1) as running:
+            next(running)
+            for _ in range(3):
+                engine._worker.call(lambda: [engine._pool.drop(key) for key in keys])
+                for number in range(2, 5):
+                    answer = engine.generate(prompt(number, 5), max_new_tokens=20)
+                    assert answer.token_ids == expected[number]
+                    assert answer.report.nodes[0].tier == "host"
+                next(running, None)
+        moved = {(one.source, one.target): one for one in engine.stats().movements}
+        assert moved["host", "device"].moves >= 9
+
+
+def test_live_text_is_reused_behind_the_same(wide, tmp_path: Path) -> None:
+    with Engine.from_pretrained(
+        wide("llama"), store=tmp_path / "kv", device="cuda", dtype="float32"
+    ) as engine:
+        engine.precompute(TEXTS)
+        asked = [*prompt(0, 1), Live(text=" Say it in one sentence, please." * 8)]
+        first = engine.generate(asked, max_new_tokens=30)
+        again = engine.generate(asked, max_new_tokens=30)
+        copied = engine.generate(asked, max_new_tokens=30, quality="materialized")
+        live = sum(len(part.text) for part in asked if isinstance(part, Live))
+        assert first.report.live_tokens_reused == 0
+        assert again.report.live_tokens_reused == (live - 1) // 64 * 64 > 0
+        assert first.token_ids == again.token_ids == copied.token_ids

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 from lazyrag.engine import engine as engine_module
 from lazyrag.engine.calibrate import NODES, WORDS, riddles
 from lazyrag.engine.engine import Engine
+from lazyrag.engine.generation import Looked
 from lazyrag.engine.report import NodeStatus, Reason
+from lazyrag.engine.request import Request
 from lazyrag.errors import RequestError
-from lazyrag.prompt.segments import NodeRun, end_live, place
+from lazyrag.prompt.read import ReadPrompt
+from lazyrag.prompt.segments import NodeRun, PlacedPrompt, end_live, place
 from lazyrag.quality.calibration import Calibration, recall
 from lazyrag.quality.choice import Head, by_heads
 from lazyrag.quality.ladder import Rung
@@ -42,6 +47,14 @@ def engine(request, checkpoint, tmp_path_factory) -> Iterator[Engine]:
         made.precompute(TEXTS)
         made._calibration = Calibration(HEADS, (0.5, 0.4), 8)
         yield made
+
+
+def look(engine: Engine, prompt: PlacedPrompt, layers: set[int]) -> dict[int, Tensor]:
+    """Through the line, as the engine itself does it."""
+    request = Request.of_nodes(ReadPrompt([node.run for node in prompt.nodes]))
+    found = engine._wait(partial(engine._worker.look, request, prompt, layers))
+    assert isinstance(found, Looked) and found.masses is not None
+    return found.masses
 
 
 def as_segments(engine: Engine, quality: str) -> list[Segment]:
@@ -88,9 +101,7 @@ def test_full_is_full_attention_as_given(engine: Engine):
 
 def test_the_most_attended_nodes_are_chosen(engine: Engine):
     runs = end_live(engine._read(PROMPT).runs)
-    masses = engine._worker.call(lambda: engine._runner.look(place(runs), {0, 1}))
-    assert masses is not None
-    ranking = by_heads(masses, HEADS)
+    ranking = by_heads(look(engine, place(runs), {0, 1}), HEADS)
     report = engine.generate(PROMPT, max_new_tokens=1, quality="balanced").report
     chosen = [node.given for node in report.nodes if node.reason is Reason.CHOSEN]
     live = report.prompt_tokens - sum(LENGTHS)
@@ -130,6 +141,7 @@ def test_looking_leaves_nothing_behind(engine: Engine):
 
 def test_without_calibration_the_first_nodes_are_chosen_and_it_is_said(engine: Engine, monkeypatch):
     monkeypatch.setattr(engine, "_calibration", None)
+    monkeypatch.setattr(engine_module, "recall", lambda model: None)
     report = engine.generate(PROMPT, max_new_tokens=1, quality="balanced").report
     assert any("calibrate" in warning for warning in report.warnings)
     assert [node.given for node in report.nodes if node.reason is Reason.CHOSEN] == [0]
@@ -226,8 +238,7 @@ def test_shares_are_those_of_attention_to_the_right_node(checkpoint):
             segments += [Node(text=one), Live(text="\n\n")]
         asked = f"Question: Which of the documents is about {' '.join(riddle.words)}?\nAnswer:"
         runs = engine._reader.read_segments([*segments, Live(text=asked)]).runs
-        masses = engine._worker.call(lambda: engine._runner.look(place(runs), {0, 1, 2}))
-    assert masses is not None
+        masses = look(engine, place(runs), {0, 1, 2})
     weights = torch.stack([masses[layer].double().mean(dim=1) for layer in range(3)])
     shares = weights[..., riddle.answer] / weights.sum(dim=-1)
     best = shares.flatten().argsort(descending=True)[:4].tolist()

@@ -39,8 +39,8 @@ def remembered(engine: Engine) -> int:
 
 def poison_free_pages(engine: Engine) -> None:
     pool = engine._pool
-    for first, length in pool._allocator._free.items():
-        slots = slice(first * pool.page_size, (first + length) * pool.page_size)
+    for page in pool._allocator._is_free.nonzero()[0].tolist():
+        slots = slice(page * pool.page_size, (page + 1) * pool.page_size)
         pool.k[:, slots] = pool.v[:, slots] = float("nan")
 
 

@@ -32,6 +32,7 @@ from hypothesis.stateful import (
 )
 
 from lazyrag import Engine, LazyRagError, Live, Node, RequestError
+from lazyrag.engine import fetch as fetch_module
 from lazyrag.engine import scheduler as scheduler_module
 from lazyrag.engine import worker as worker_module
 from lazyrag.engine.answer import Answer
@@ -44,6 +45,7 @@ from lazyrag.engine.report import NodeStatus, Reason, Tier
 from lazyrag.engine.runner import Rows, Runner
 from lazyrag.engine.scheduler import Scheduler
 from lazyrag.engine.sequence import PagedSequence
+from lazyrag.engine.write import Write
 from lazyrag.store import LoadFailure, StoredKV
 from lazyrag.store import store as store_module
 from tests.support.close import assert_close, assert_far
@@ -102,7 +104,8 @@ class Bench:
     """A scheduler over an engine's runner, driven by the test itself; nodes are read at once."""
 
     def __init__(self, engine: Engine) -> None:
-        engine._fetcher._given = AtOnce()
+        at_once = engine._fetcher._executors
+        at_once |= dict.fromkeys((fetch_module.READ_THREADS, fetch_module.AHEAD_THREADS), AtOnce())
         self.engine = engine
         self.runner = engine._runner
         self.scheduler = Scheduler(engine._runner)
@@ -145,7 +148,7 @@ def check_pages(pool: PagePool, running: list[Answer]) -> None:
     paged = [a.started.sequence for a in running if a.started is not None]
     live = [page for s in paged if isinstance(s, PagedSequence) for page in s._own]
     resident = [page for node in pool._resident.values() for page in node.pages]
-    free = [p for first, n in pool._allocator._free.items() for p in range(first, first + n)]
+    free = pool._allocator._is_free.nonzero()[0].tolist()
     assert sorted(live + resident + free) == list(range(pool._allocator.total))
     assert len(free) == pool.free_pages
     users = Counter(
@@ -263,8 +266,8 @@ def test_a_packed_pass_equals_single_passes(bench: Bench):
 
     def logits(together: bool, requests=requests) -> list[torch.Tensor]:
         begun = [bench.runner.begin(request) for request in requests]
-        for started in begun:
-            bench.runner.settle(started.placed)
+        while not all(started.ready for started in begun):
+            assert bench.runner.place(math.inf) or bench.runner.compute_next()
         passes = []
         for stretch in (slice(0, -5), slice(-5, None)):
             rows = [
@@ -351,13 +354,16 @@ class _Fetcher:
         self.slow = False
         self.begun: list[tuple[Any, Fetch]] = []
 
+    def ahead(self, run) -> bool:
+        return True
+
     def zeros(self, run) -> StoredKV:
         layers, _, heads, dim = self._shape
         zeros = torch.zeros(layers, len(run.ids), heads, dim)
         return StoredKV(run.ids, zeros, zeros)
 
     def fetch(self, run) -> Fetch:
-        fetch = Fetch(Tier.DISK, 1)
+        fetch = Fetch(run, Tier.DISK, 1)
         self.begun.append((run, fetch))
         if not self.slow:
             self.deliver()
@@ -393,9 +399,6 @@ class _Fetcher:
     def forget(self, key) -> None:
         pass
 
-    def flush(self) -> None:
-        pass
-
 
 class _Computer:
     """Computes zeros, or fails."""
@@ -403,6 +406,10 @@ class _Computer:
     def __init__(self, fetcher: _Fetcher) -> None:
         self._fetcher = fetcher
         self.failure: BaseException | None = None
+        self.must_wait = False
+
+    def forget(self, key) -> None:
+        pass
 
     def stored(self, key) -> bool:
         return True
@@ -411,9 +418,9 @@ class _Computer:
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
-        stored = Future()
-        stored.set_result(None)
-        return self._fetcher.zeros(run), stored
+        write = Write(run.key, 1)
+        write.done.set_result(None)
+        return self._fetcher.zeros(run), write
 
 
 class _Runner(Runner):
@@ -523,6 +530,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def change_the_disk(self, slow: bool) -> None:
         self.fetcher.slow = slow
 
+    @rule(full=st.booleans())
+    def change_the_line_of_the_writer(self, full: bool) -> None:
+        self.computer.must_wait = full
+
     @rule()
     def read_on(self) -> None:
         self.fetcher.deliver()
@@ -553,6 +564,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.scheduler.idle:
                 break
             self.fetcher.deliver()
+            self.computer.must_wait = False
             self.step_once()
         assert self.scheduler.idle and not self.open(), "somebody waits for ever"
         assert all(len(reader.outcomes) == 1 for _, reader in self.answers)

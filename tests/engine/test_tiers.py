@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from lazyrag import Engine, Live, Node, RequestError
+from lazyrag import Engine, Live, ModelError, Node, NodeText, Reference, RequestError
 from lazyrag.engine import fetch as fetch_module
+from lazyrag.engine import write as write_module
 from lazyrag.engine.costs import Costs, Speed
 from lazyrag.engine.host import HostTier
+from lazyrag.engine.nodes import Arrival, Placed
 from lazyrag.engine.report import Reason, Tier
+from lazyrag.engine.request import Request
+from lazyrag.engine.send import Sender, Sent
+from lazyrag.engine.write import Write, Writer
+from lazyrag.prompt.segments import NodeRun
 from lazyrag.store import KVStore, StoredKV
 from lazyrag.types import NodeKey, Segment
 
@@ -90,6 +98,11 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < until, "it took too long"
         time.sleep(0.002)
+
+
+def runs_of(engine: Engine, *numbers: int) -> list[NodeRun]:
+    read = engine._read([Node(text=text(n)) for n in numbers])
+    return [node.run for node in Request.of_nodes(read).prompt.nodes]
 
 
 def tiers(engine: Engine, *numbers: int) -> list[str]:
@@ -234,10 +247,11 @@ def test_a_computed_node_is_in_the_store_when_its_answer_is(open_engine, monkeyp
 def test_io_threads_that_cannot_start_mean_computing(open_engine, monkeypatch):
     engine = open_engine()
 
-    def refused(self):
+    def refused(*_):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(fetch_module.Fetcher, "_executor", refused)
+    monkeypatch.setattr(Writer, "_thread", refused)
     report = engine.generate(prompt(1), max_new_tokens=1).report
     assert [node.reason for node in report.nodes] == [Reason.UNREADABLE]
     assert engine.generate(prompt(61), max_new_tokens=1).token_ids
@@ -283,8 +297,6 @@ def test_a_computed_node_is_kept_in_host_memory(open_engine: OpenEngine):
 
 
 def test_a_released_node_is_not_served_from_host_memory(open_engine: OpenEngine):
-    from lazyrag import NodeText, Reference
-
     engine = open_engine(host_bytes=2**20)
     reference = Reference("files", "a.txt")
     engine.precompute([NodeText(text(80), reference=reference)])
@@ -304,7 +316,7 @@ def test_host_memory_holds_copies():
     tier, node = HostTier(2**16), NodeKey(bytes(32))
     tier.touch(node)
     original = kv(5)
-    kept = tier.offer(node, original, 1.0)
+    kept = tier.keep(node, original, 1.0)
     original.k.fill_(7)
     assert kept.k is not original.k and torch.equal(kept.k, torch.ones(2, 5, 1, 4))
     assert tier.get(node) is kept
@@ -319,11 +331,11 @@ def test_no_memory_for_a_copy_leaves_nothing_behind(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("lazyrag.engine.host.mmap.mmap", none)
-        with pytest.raises(OSError, match="allocate"):
-            tier.offer(node, kv(5), 1.0)
+        original = kv(5)
+        assert tier.keep(node, original, 1.0) is original
     assert (tier.used_bytes, len(tier), node in tier) == (0, 0, False)
     tier.touch(node)
-    assert tier.offer(node, kv(5), 1.0) and node in tier
+    assert tier.keep(node, kv(5), 1.0) and node in tier
 
 
 # load or compute
@@ -395,7 +407,7 @@ def test_nodes_are_read_while_their_request_waits_for_room(open_engine, disk: Di
     answer = waiting.read()
     assert [node.tier for node in answer.report.nodes] == [Tier.DISK]
     assert disk.read.count(key(engine, 1)) == 1
-    assert not engine._fetcher._ahead and engine._fetcher._ahead_bytes == 0
+    assert not engine._fetcher._ahead
     check_all_back(engine)
 
 
@@ -408,12 +420,11 @@ def test_what_is_read_ahead_is_bounded(open_engine, disk: Disk, monkeypatch):
     streams = [engine.stream(prompt(n), max_new_tokens=330) for n in range(1, 6)]
     for stream in streams:
         stream.begin()
-        assert engine._fetcher._ahead_bytes <= 2 * node_bytes
-    assert set(engine._fetcher._ahead) == {key(engine, 4), key(engine, 5)}
-    for stream in streams[1:]:
-        stream.close()
+    assert set(engine._fetcher._ahead) == {key(engine, 1), key(engine, 2)}, "who is next"
     running.close()
-    assert streams[0].read().report.nodes[0].tier == Tier.DISK
+    for stream in streams:
+        assert stream.read().report.nodes[0].tier == Tier.DISK
+    assert sorted(disk.read[1:], key=str) == sorted((key(engine, n) for n in range(1, 6)), key=str)
     check_all_back(engine)
 
 
@@ -446,7 +457,7 @@ def test_pins_are_counted_a_call(open_engine: OpenEngine):
 
 def test_pinning_what_has_no_room_pins_nothing(open_engine: OpenEngine):
     engine = open_engine(pool_bytes=PAGE_BYTES * 20)
-    with pytest.raises(RequestError, match="no room to pin"):
+    with pytest.raises(RequestError, match="needs KV of 336 tokens, the pool holds 320"):
         engine.pin([text(n) for n in (1, 2, 3)])
     assert engine._pool.pinned_pages == 0
     engine.pin([text(1), text(2)])
@@ -470,16 +481,15 @@ def test_what_cannot_be_pinned_is_refused(open_engine: OpenEngine, nodes, match)
 
 
 def test_a_pin_survives_a_release_of_its_text(open_engine: OpenEngine):
-    """The pages stay until unpinned; then the node is gone."""
-    from lazyrag import NodeText, Reference
-
+    """The pages stay until unpinned, by text or by key; then the node is gone."""
     engine = open_engine()
     reference = Reference("files", "b.txt")
     engine.precompute([NodeText(text(81), reference=reference)])
     engine.pin([text(81)])
     engine.release([reference])
     assert key(engine, 81) in engine._pool
-    engine.unpin([text(81)])
+    engine.unpin([key(engine, 81)])
+    assert key(engine, 81) not in engine._pool
     check_all_back(engine)
 
 
@@ -569,3 +579,337 @@ def test_busy_and_late_have_errors_of_their_own(open_engine: OpenEngine, monkeyp
     running.close()
     outcomes = engine.stats().finished_by_outcome
     assert (outcomes["refused"], outcomes["timeout"]) == (1, 1)
+
+
+# what goes wrong beside the passes
+
+
+def test_a_pin_of_a_node_that_cannot_be_computed_ends(open_engine: OpenEngine, monkeypatch):
+    """It hangs nobody, neither the pin nor those who wait for the same node."""
+    engine = open_engine()
+    bad = text(70, 125)
+    encode = engine._ingestor._encoder.encode
+
+    def failing(nodes):
+        if any(len(ids) == len(bad) for ids in nodes):
+            raise ModelError("does not fit")
+        return encode(nodes)
+
+    monkeypatch.setattr(engine._ingestor._encoder, "encode", failing)
+    stream = engine.stream([Node(text=bad), Live(text="?")], max_new_tokens=2)
+    stream.begin()
+    with pytest.raises(ModelError, match="does not fit"):
+        engine.pin([bad, text(1)])
+    with pytest.raises(ModelError, match="does not fit"):
+        stream.read()
+    assert engine.generate(prompt(1), max_new_tokens=2).token_ids
+    assert engine._pool.pinned_pages == 0
+    check_all_back(engine)
+
+
+def test_pinning_does_not_stop_answers_being_written(open_engine: OpenEngine, disk: Disk):
+    engine = open_engine()
+    running = engine.stream(prompt(0), max_new_tokens=3_000, json_schema=ENDLESS)
+    next(running)
+    gate = disk.hold(key(engine, 1))
+    pinning = threading.Thread(target=engine.pin, args=([text(1)],))
+    pinning.start()
+    wait_for(lambda: key(engine, 1) in disk.read)
+    for _ in range(10):
+        assert next(running)
+    assert pinning.is_alive() and not engine._pool.is_pinned(key(engine, 1))
+    gate.set()
+    pinning.join(20)
+    assert engine._pool.is_pinned(key(engine, 1))
+    running.close()
+    engine.unpin([text(1)])
+    check_all_back(engine)
+
+
+def test_an_outcome_waits_for_any_number_of_stores_and_no_longer():
+    """Whether they are stored before, after or never; the outcome is told once."""
+    for count, done in ((0, 0), (1, 1), (2_000, 2_000), (2_000, 1_999), (3, 0)):
+        writes = [Write(NodeKey(bytes(32)), 1) for _ in range(count)]
+        placed = Placed(
+            arriving={
+                NodeKey(n.to_bytes(32, "big")): Arrival(None, (0, 0), write=write)  # type: ignore[arg-type]
+                for n, write in enumerate(writes)
+            }
+        )
+        told: list[int] = []
+        for write in writes[:done]:
+            write.done.set_result(None)
+        placed.when_stored(lambda told=told: told.append(1), None)
+        assert told == [1] * (done == count)
+        for write in writes[done:]:
+            assert told == []
+            write.done.set_result(None)
+        assert told == [1]
+
+
+def test_a_time_limit_does_not_wait_for_the_store(open_engine: OpenEngine, monkeypatch):
+    engine = open_engine()
+    go = threading.Event()
+    publish = KVStore.publish
+
+    def slow(store, encoding, nodes):
+        assert go.wait(20)
+        publish(store, encoding, nodes)
+
+    monkeypatch.setattr(KVStore, "publish", slow)
+    answer = engine.generate(prompt(60), max_new_tokens=2, timeout_s=3.0)
+    assert answer.token_ids and not engine.store.has(key(engine, 60))
+    go.set()
+    wait_for(lambda: engine.store.has(key(engine, 60)))
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, KeyError, MemoryError])
+def test_whatever_goes_wrong_in_a_read_is_computed(open_engine, monkeypatch, kind):
+    engine = open_engine()
+    expected = engine.generate(prompt(1), max_new_tokens=4).token_ids
+    engine._worker.call(lambda: engine._runner.drop([key(engine, 1)]))
+
+    def broken(store, key, ids):
+        raise kind("a fault nobody thought of")
+
+    monkeypatch.setattr(KVStore, "load", broken)
+    answer = engine.generate(prompt(1), max_new_tokens=4)
+    assert [node.reason for node in answer.report.nodes] == [Reason.UNREADABLE]
+    assert answer.token_ids == expected
+
+
+def test_no_memory_to_send_waits_for_those_on_the_way(open_engine, monkeypatch):
+    """A first failure is tried again once others have arrived; one alone is an error."""
+    engine = open_engine()
+    send, failures = Sender.send, [1]
+
+    def failing(self, kv):
+        if len(engine._runner._placer._arriving) > 1 and failures:
+            failures.pop()
+            raise MemoryError("no memory to send")
+        sent = send(self, kv)
+        return sent
+
+    monkeypatch.setattr(Sender, "send", failing)
+    monkeypatch.setattr(Sent, "here", property(lambda self: self.k.sum() is not None))
+    with pytest.raises(MemoryError, match="no memory to send"):
+        engine.generate(prompt(1, 2), max_new_tokens=2)
+    assert engine.generate(prompt(1, 2), max_new_tokens=2).token_ids
+    check_all_back(engine)
+
+
+def test_what_fails_after_pages_were_taken_gives_them_back(open_engine, monkeypatch):
+    engine = open_engine()
+    with monkeypatch.context() as patch:
+
+        def broken(self, *_, **__):
+            raise MemoryError("no room for a table")
+
+        patch.setattr("lazyrag.engine.runner.PagedSequence.__init__", broken)
+        with pytest.raises(MemoryError, match="no room for a table"):
+            engine.generate(prompt(1, 2), max_new_tokens=2)
+    check_all_back(engine)
+    assert engine.generate(prompt(1, 2), max_new_tokens=2).token_ids
+
+
+def test_storing_does_not_hold_reading_up(open_engine: OpenEngine, monkeypatch):
+    engine = open_engine()
+    go = threading.Event()
+    publish = KVStore.publish
+
+    def slow(store, encoding, nodes):
+        assert go.wait(30)
+        publish(store, encoding, nodes)
+
+    monkeypatch.setattr(KVStore, "publish", slow)
+    many = engine.stream(prompt(*range(60, 70)), max_new_tokens=1)
+    many.begin()
+    wait_for(lambda: len(engine._writer._waiting) == 10)
+    assert tiers(engine, 1) == ["disk"], "while nothing could be stored"
+    go.set()
+    many.read()
+
+
+def test_no_more_is_computed_than_can_be_stored(open_engine: OpenEngine, monkeypatch):
+    monkeypatch.setattr(write_module, "BACKLOG_BYTES", 3 * 110 * 768)
+    engine = open_engine()
+    go = threading.Event()
+    publish = KVStore.publish
+
+    def slow(store, encoding, nodes):
+        assert go.wait(30)
+        publish(store, encoding, nodes)
+
+    monkeypatch.setattr(KVStore, "publish", slow)
+    many = engine.stream(prompt(*range(60, 70)), max_new_tokens=1)
+    many.begin()
+    wait_for(lambda: len(engine._writer._waiting) == 4)
+    assert tiers(engine, 1) == ["disk"], "others go on"
+    assert len(engine._writer._waiting) == 4
+    go.set()
+    assert many.read().report.nodes_recomputed == 10
+
+
+def test_the_urgent_are_computed_first_and_one_of_each_request_in_turn(open_engine):
+    engine = open_engine()
+    computed: list[int] = []
+    computer = engine._runner._computer
+    compute, hold = computer.compute, threading.Event()
+
+    def noted(run):
+        assert hold.wait(20)
+        computed.append(next(n for n in range(50, 80) if text(n) == run.text))
+        return compute(run)
+
+    computer.compute = noted
+    streams = [
+        engine.stream(prompt(50), max_new_tokens=1),  # holds the worker until all are in line
+        engine.stream(prompt(51, 52, 53), max_new_tokens=1),
+        engine.stream(prompt(61, 62), max_new_tokens=1),
+        engine.stream(prompt(71, 72), max_new_tokens=1, priority=5),
+    ]
+    streams[0].begin()
+    wait_for(lambda: not engine._worker._arrived)
+    for stream in streams[1:]:
+        stream.begin()
+    hold.set()
+    for stream in streams:
+        stream.read()
+    assert computed == [50, 71, 72, 51, 61, 52, 62, 53]
+
+
+@pytest.mark.parametrize("where", ["reading", "writing"])
+def test_what_is_released_on_its_way_is_not_kept(open_engine, disk: Disk, monkeypatch, where):
+    """Not in host memory, not in the pool, not in the store."""
+    engine = open_engine(host_bytes=2**20)
+    reference = Reference("files", "c.txt")
+    node = NodeText(text(82), reference=reference)
+    go = threading.Event()
+    if where == "reading":
+        engine.precompute([node])
+        gate = disk.hold(key(engine, 82))
+    else:
+        engine.register([node])
+        publish = KVStore.publish
+
+        def slow(store, encoding, nodes):
+            assert go.wait(20)
+            publish(store, encoding, nodes)
+
+        monkeypatch.setattr(KVStore, "publish", slow)
+    stream = engine.stream("See: " + text(82) + " Where?", max_new_tokens=2)
+    stream.begin()
+    if where == "reading":
+        wait_for(lambda: key(engine, 82) in disk.read)
+    else:
+        wait_for(lambda: bool(engine._writer._waiting))
+    engine.release([reference])
+    go.set()
+    if where == "reading":
+        gate.set()
+    assert stream.read().token_ids
+    wait_for(lambda: not engine._fetcher._reading and not engine._writer._waiting)
+    engine._worker.call(lambda: engine._runner.place(0.0))
+    assert key(engine, 82) not in engine._host
+    assert key(engine, 82) not in engine._pool
+    assert not engine.store.has(key(engine, 82))
+    check_all_back(engine)
+
+
+def test_a_read_that_was_given_up_is_not_kept_for_later(open_engine: OpenEngine, disk: Disk):
+    """What was read ahead for a request that left is dropped when nothing runs any more."""
+    engine = open_engine(pool_bytes=PAGE_BYTES * 32)
+    running = engine.stream(prompt(0), max_new_tokens=330, json_schema=ENDLESS)
+    next(running)
+    waiting = engine.stream(prompt(1), max_new_tokens=330)
+    waiting.begin()
+    wait_for(lambda: key(engine, 1) in engine._fetcher._ahead)
+    waiting.close()
+    running.close()
+    wait_for(lambda: engine._worker._scheduler.idle)
+    engine._runner.rest()
+    assert not engine._fetcher._ahead
+
+
+def test_what_is_needed_now_is_not_behind_what_is_read_ahead(open_engine, disk: Disk, monkeypatch):
+    engine = open_engine()
+    disk.open.clear()
+    runs = runs_of(engine, *range(8))
+    for run in runs[:6]:
+        assert engine._fetcher.ahead(run)
+    wait_for(lambda: len(disk.read) == fetch_module.AHEAD_THREADS)
+    disk.held[runs[7].key] = threading.Event()
+    disk.held[runs[7].key].set()
+    assert isinstance(engine._fetcher.fetch(runs[7]).outcome.result(timeout=10), StoredKV)
+    disk.held[runs[5].key] = disk.held[runs[7].key]
+    promoted = engine._fetcher.fetch(runs[5])  # was in line to be read ahead
+    assert isinstance(promoted.outcome.result(timeout=10), StoredKV)
+    disk.open.set()
+
+
+def test_expected_time_counts_what_is_being_read(open_engine: OpenEngine, disk: Disk):
+    engine = open_engine()
+    engine._costs.read.record(1_000_000, 1.0)
+    runs = runs_of(engine, *range(8))
+    alone = engine._fetcher.expected_s(runs[7])
+    disk.open.clear()
+    fetches = [engine._fetcher.fetch(run) for run in runs[:7]]
+    assert engine._fetcher.expected_s(runs[7]) == pytest.approx(2 * alone)
+    disk.open.set()
+    for fetch in fetches:
+        fetch.outcome.result(timeout=10)
+    wait_for(lambda: not engine._fetcher._reading)
+
+
+def test_nodes_in_host_memory_are_cheaper_to_bring_back(open_engine: OpenEngine):
+    costs = Costs()
+    near, far = (costs.bring_s(100, 10**6, in_host_memory=here) for here in (True, False))
+    assert near < far
+    engine = open_engine(host_bytes=2**20)
+    engine.generate(prompt(1), max_new_tokens=1)
+    engine.generate(prompt(2), max_new_tokens=1)
+    engine._host.forget(key(engine, 2))
+    asked = engine._pool._bring_s
+    assert asked(key(engine, 1), 110) < asked(key(engine, 2), 110)
+
+
+def test_a_forked_process_has_an_engine_that_works(open_engine: OpenEngine, disk: Disk):
+    """What was read or running in the parent is nobody's in the child."""
+    engine = open_engine()
+    expected = engine.generate(prompt(1, 2), max_new_tokens=4).token_ids
+    disk.hold(key(engine, 3))
+    stream = engine.stream(prompt(3), max_new_tokens=4)
+    stream.begin()
+    wait_for(lambda: key(engine, 3) in disk.read)
+    engine._fetcher.ahead(runs_of(engine, 4)[0])
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            disk.held.clear()
+            answers = [engine.generate(prompt(1, 2), max_new_tokens=4) for _ in range(2)]
+            more = [engine.generate(prompt(n), max_new_tokens=1).report for n in (3, 4, 5, 90)]
+            same = all(answer.token_ids == expected for answer in answers)
+            code = 0 if same and [len(report.nodes) for report in more] == [1] * 4 else 2
+        finally:
+            os._exit(code)
+    until = time.monotonic() + 60
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise AssertionError("the child hangs")
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
+    disk.held[key(engine, 3)].set()
+    assert stream.read().token_ids
+
+
+def test_a_closed_engine_starts_no_threads(open_engine: OpenEngine):
+    engine = open_engine()
+    engine.generate(prompt(1), max_new_tokens=1)
+    stream = engine.stream(prompt(2), max_new_tokens=1)
+    engine.close()
+    with pytest.raises(RequestError, match="closed"):
+        stream.read()
+    assert not any("lazyrag-read" in thread.name for thread in threading.enumerate())

@@ -13,12 +13,14 @@ Ints = NDArray[np.int64]
 
 def before(counts: Ints) -> Ints:
     """Exclusive cumulative sum."""
-    return np.cumsum(counts) - counts
+    return cast(Ints, counts.cumsum() - counts)
 
 
 def ranges(counts: Ints) -> Ints:
     """0 .. count - 1 for every count, one after the other."""
-    return np.arange(int(counts.sum())) - np.repeat(before(counts), counts)
+    ends = counts.cumsum()
+    total = int(ends[-1]) if ends.size else 0
+    return np.arange(total) - (ends - counts).repeat(counts)
 
 
 def none() -> Ints:

@@ -16,8 +16,11 @@ def cut(units: Units, tile_class: int, spec: TileClass, shrink: int) -> Items:
         tile_class, spec: index of the class, and the class.
         shrink: divides the number of shares; 0 keeps every unit whole.
     """
-    mine = units.tile_class[units.unit_of_run] == tile_class
-    runs, owner = units.runs[mine], units.unit_of_run[mine]
+    if (units.tile_class == tile_class).all():
+        runs, owner = units.runs, units.unit_of_run
+    else:
+        mine = units.tile_class[units.unit_of_run] == tile_class
+        runs, owner = units.runs[mine], units.unit_of_run[mine]
     if not len(runs):
         empty = none()
         return Items(empty, empty, runs, empty, empty, np.zeros(spec.workers + 1, np.int64), empty)
@@ -30,14 +33,18 @@ def cut(units: Units, tile_class: int, spec: TileClass, shrink: int) -> Items:
     whole = shrink == 0 or len(unit) >= spec.whole * spec.workers
     ends = np.append(starts[1:], total)
     edges = equal_shares(starts, ends, spec, max(1, spec.workers // max(1, shrink)))
-    cuts = starts if whole else np.union1d(starts, edges[edges < total])
-    weight = np.diff(cuts, append=total)
-    of_cut = np.searchsorted(starts, cuts, side="right") - 1
+    cuts = starts
+    if not whole:
+        cuts = np.concatenate((starts, edges[edges < total]))
+        cuts.sort()
+        cuts = cuts[np.concatenate(([True], cuts[1:] != cuts[:-1]))]
+    weight = np.concatenate((cuts[1:], (total,))) - cuts
+    of_cut = starts.searchsorted(cuts, side="right") - 1
 
-    first_item = np.searchsorted(cuts, first_block, side="right") - 1
-    last_item = np.searchsorted(cuts, first_block + blocks, side="left") - 1
+    first_item = cuts.searchsorted(first_block, side="right") - 1
+    last_item = cuts.searchsorted(first_block + blocks, side="left") - 1
     pieces = last_item - first_item + 1
-    run = np.repeat(np.arange(len(runs)), pieces)
+    run = np.arange(len(runs)).repeat(pieces)
     item = first_item[run] + ranges(pieces)
     cut_runs = runs[run]
     low = np.maximum(cuts[item] - first_block[run], 0) * spec.block
@@ -45,7 +52,7 @@ def cut(units: Units, tile_class: int, spec: TileClass, shrink: int) -> Items:
     cut_runs[:, Run.START] += low
     cut_runs[:, Run.STOP] = np.minimum(runs[run, Run.START] + high, cut_runs[:, Run.STOP])
 
-    chunk = np.arange(len(cuts)) - np.searchsorted(cuts, starts)[of_cut]
+    chunk = np.arange(len(cuts)) - cuts.searchsorted(starts)[of_cut]
     run_count = np.bincount(item, minlength=len(cuts))
     items = Items(
         unit=unit[of_cut],
@@ -53,7 +60,7 @@ def cut(units: Units, tile_class: int, spec: TileClass, shrink: int) -> Items:
         runs=cut_runs,
         run_count=run_count,
         blocks=weight,
-        workers=np.searchsorted(cuts, edges, side="left"),
+        workers=cuts.searchsorted(edges, side="left"),
         per_unit=np.bincount(of_cut, minlength=len(unit)),
     )
     return deal(items, spec.workers) if whole else items
@@ -74,7 +81,7 @@ def equal_shares(starts: Ints, ends: Ints, spec: TileClass, workers: int) -> Int
     cost = int(ends[-1]) + spec.overhead * len(starts)
     share = max(spec.least_blocks, -(-cost // workers))
     place = np.minimum(np.arange(spec.workers + 1) * share, cost)
-    unit = np.searchsorted(cost_starts, place, side="right") - 1
+    unit = cost_starts.searchsorted(place, side="right") - 1
     edges = starts[unit] + np.maximum(place - cost_starts[unit] - spec.overhead, 0)
     edges = np.where(edges - starts[unit] < spec.least_blocks, starts[unit], edges)
     tail = (ends[unit] - edges < spec.least_blocks) & (edges > starts[unit])
@@ -89,7 +96,7 @@ def deal(items: Items, workers: int) -> Items:
     turn, place = np.divmod(np.arange(len(order)), workers)
     worker = np.where(turn % 2 == 0, place, workers - 1 - place)
     order = order[np.argsort(worker, kind="stable")]
-    runs = np.repeat(before(items.run_count)[order], items.run_count[order])
+    runs = before(items.run_count)[order].repeat(items.run_count[order])
     return Items(
         unit=items.unit[order],
         chunk=items.chunk[order],

@@ -41,7 +41,7 @@ def pack(
     parts = np.zeros(len(units.entries), np.int64)  # items a unit
     for tile_class, items in enumerate(cut):
         parts[units.tile_class == tile_class] = items.per_unit
-    entry_parts = np.repeat(parts, units.entries)
+    entry_parts = parts.repeat(units.entries)
     token = units.rows[:, 0]
     per_token = np.bincount(token, weights=entry_parts, minlength=tokens).astype(np.int64)
     merged = per_token > 1
@@ -58,10 +58,10 @@ def pack(
     chunk = np.concatenate([items.chunk for items in cut])
     run_count = np.concatenate([items.run_count for items in cut])
     item_rows = units.entries[unit]
-    entry = np.repeat(before(units.entries)[unit], item_rows) + ranges(item_rows)
+    entry = before(units.entries)[unit].repeat(item_rows) + ranges(item_rows)
     row_table = np.empty((len(entry), ROW_FIELDS), np.int64)
     row_table[:, :3] = units.rows[entry]
-    row_table[:, 3] = slot[entry] + np.repeat(chunk, item_rows)
+    row_table[:, 3] = slot[entry] + chunk.repeat(item_rows)
     direct = slot[before(units.entries)[unit]] < 0  # rows of a unit have the same parts
     runs = np.concatenate([items.runs for items in cut])
 
@@ -75,11 +75,11 @@ def pack(
     merge_table[:, 3] = float_bits(1.0)
     node_parts = none()
     if lse_scale:
-        per_row = np.repeat(gathered.lse_scale, gathered.rows)
+        per_row = gathered.lse_scale.repeat(gathered.rows)
         merge_table[: len(merge_tokens), 3] = float_bits(per_row[merged])
         node_parts = np.zeros(slots, np.int64)
-        used = ~np.repeat(direct, item_rows)
-        node_parts[row_table[used, 3]] = np.repeat(units.scaled[unit], item_rows)[used]
+        used = ~direct.repeat(item_rows)
+        node_parts[row_table[used, 3]] = units.scaled[unit].repeat(item_rows)[used]
 
     blocks = np.concatenate([items.blocks for items in cut])
     items_at = HEAD + sum(len(items.workers) for items in cut)
@@ -90,8 +90,8 @@ def pack(
     least_rank = row_table[before(item_rows), 1]
     block_table = _blocks(
         runs,
-        np.repeat(units.tile_class[unit], run_count),
-        np.repeat(least_rank, run_count),
+        units.tile_class[unit].repeat(run_count),
+        least_rank.repeat(run_count),
         gathered.pages,
         runs_at,
         pages_at,
@@ -109,7 +109,7 @@ def pack(
     first_item = before(np.array([len(items.unit) for items in cut]))
     workers = [
         items_at + (first + items.workers) * ITEM_FIELDS
-        for first, items in zip(first_item, cut, strict=True)
+        for first, items in zip(first_item.tolist(), cut, strict=True)
     ]
 
     sections = (
@@ -184,7 +184,7 @@ def _blocks(
     first = before(count)  # block that opens each run
     index = np.arange(int(count.sum()))
     table = np.empty((len(index), BLOCK_FIELDS), np.int64)
-    bits = (index << NUMBER) + np.repeat(size + ((start // size - first) << NUMBER), count)
+    bits = (index << NUMBER) + (size + ((start // size - first) << NUMBER)).repeat(count)
     bits[first] += OPENS
     bits[first + count - 1] += keys - count * size
     # Keys that every row of the item sees, from the first of the run on.
@@ -194,24 +194,24 @@ def _blocks(
         np.where(runs[:, Run.RANK] > least_rank, 0, keys),
     )
     whole = np.clip(np.minimum(to_all, keys) // size, 0, count)
-    bits[np.repeat(first + whole, count - whole) + ranges(count - whole)] += MASKED
+    bits[(first + whole).repeat(count - whole) + ranges(count - whole)] += MASKED
     table[:, 1] = bits
     per_page = page_size // size  # blocks a page, 0 where a block spans pages
     page = runs[:, Run.PAGES] + start // page_size
     if (per_page == 1).all():
-        table[:, 0] = pages[index + np.repeat(page - first, count)] * page_size
+        table[:, 0] = pages[index + (page - first).repeat(count)] * page_size
     else:
-        inside = np.repeat(start % page_size, count) + (
-            index - np.repeat(first, count)
-        ) * np.repeat(size, count)
-        page = np.repeat(page, count) + inside // page_size
+        inside = (start % page_size).repeat(count) + (index - first.repeat(count)) * size.repeat(
+            count
+        )
+        page = page.repeat(count) + inside // page_size
         table[:, 0] = np.where(
-            np.repeat(per_page == 0, count),
+            (per_page == 0).repeat(count),
             pages_at + page,
             pages[page] * page_size + inside % page_size,
         )
-    table[:, 2] = np.repeat(runs[:, Run.BASE], count)
-    table[:, 3] = np.repeat(runs_at + np.arange(len(runs)) * RUN_FIELDS, count)
+    table[:, 2] = runs[:, Run.BASE].repeat(count)
+    table[:, 3] = (runs_at + np.arange(len(runs)) * RUN_FIELDS).repeat(count)
     return table
 
 
@@ -232,10 +232,11 @@ def _growing(
         Places and increments, and for how many steps that is all: until a block is full.
     """
     requests = len(gathered.rows)
+    if positions or not requests or len(gathered.positions) != requests:
+        return np.zeros((2, 0), np.int64), 0
     live = np.flatnonzero(runs[:, Run.CAUSAL] == 1)
     last = live[runs[live, Run.STOP] == 1 - runs[live, Run.RANK]]
-    lone = requests > 0 and len(gathered.positions) == requests == len(last)
-    if positions or not lone:
+    if len(last) != requests:
         return np.zeros((2, 0), np.int64), 0
     ends = np.flatnonzero(np.append(blocks[1:, 3] != blocks[:-1, 3], True))
     block = ends[last]

@@ -36,6 +36,7 @@ from lazyrag_kernels.attention.columns import (
     ranges,
 )
 from lazyrag_kernels.attention.cut import cut
+from lazyrag_kernels.attention.lone import lone_plan
 from lazyrag_kernels.attention.pack import pack
 from lazyrag_kernels.attention.table import (
     RUN_FIELDS,
@@ -117,6 +118,10 @@ class Planner:
         if tokens > rows:
             raise PlanError(f"{tokens} query rows do not fit a launch of {rows}")
         capacity = self.workspace_bytes // self.heads.partial_bytes
+        if len(gathered.rows) == 1 and tokens > 1 and window is None and not positions:
+            lone = self._lone_plan(gathered, rows)
+            if lone is not None and lone.partials <= capacity:
+                return lone
         # The workspace is kept by longer shares first, then by not joining.
         for join in (True, False) if self.join and window is None else (False,):
             units = self._units(gathered, window, join)
@@ -130,6 +135,20 @@ class Planner:
         raise PlanError(
             f"{plan.partials} partial results of {self.heads.partial_bytes} bytes exceed the "
             f"workspace of {self.workspace_bytes} bytes; prefill fewer rows in one step"
+        )
+
+    def _lone_plan(self, gathered: Gathered, rows: int) -> Plan | None:
+        segments = np.concatenate((gathered.nodes, gathered.live))
+        if gathered.lse_scale[0] != 1.0 or (segments[:, Run.SCALE] != float_bits(1.0)).any():
+            return None
+        return lone_plan(
+            segments,
+            gathered.pages,
+            gathered.positions,
+            self.heads,
+            self.classes,
+            self.page_size,
+            rows,
         )
 
     def _gather(self, batch: Batch, with_positions: bool) -> Gathered:
@@ -168,7 +187,7 @@ class Planner:
         every = torch.cat(live_positions).numpy() if live_positions else none()
         node_count = np.array([column.shape[0] for column in nodes], np.int64)
         page_count = np.array([column.shape[0] for column in pages], np.int64)
-        node_request = np.repeat(np.arange(count), node_count)
+        node_request = np.arange(count).repeat(node_count)
         table = concatenate(nodes, RUN_FIELDS + 1)
         table[:, Run.PAGES] += before(page_count)[node_request]
         live_table = np.zeros((count, RUN_FIELDS), np.int64)
@@ -187,7 +206,7 @@ class Planner:
             nodes=table[:, :RUN_FIELDS],
             live=live_table,
             pages=np.concatenate([*pages, np.array(live_pages, np.int64)]),
-            positions=every[np.repeat(before(lengths) + first_slot, rows) + ranges(rows)],
+            positions=every[(before(lengths) + first_slot).repeat(rows) + ranges(rows)],
             live_positions=every if with_positions else none(),
         )
         self._check_distances(gathered)
@@ -219,11 +238,12 @@ class Planner:
         if not joined.any():
             return walking
         shared = self._joined_units(gathered, joined)
+        least = int(shared.tile_class.max())  # few rows go along with many: one launch less
         return Units(
             *(
                 np.concatenate((ours, theirs))
                 for ours, theirs in (
-                    (shared.tile_class, walking.tile_class),
+                    (shared.tile_class.clip(least), walking.tile_class.clip(least)),
                     (shared.walking, walking.walking),
                     (shared.scaled, walking.scaled),
                     (shared.entries, walking.entries),
@@ -268,14 +288,14 @@ class Planner:
         request = gathered.node_request[uses]
         rows = gathered.rows[request]
         within = ranges(rows)
-        use = np.repeat(np.arange(len(uses)), rows)
+        use = np.arange(len(uses)).repeat(rows)
         name = gathered.node[uses]
         is_first = np.concatenate(([True], name[1:] != name[:-1]))
         node = np.cumsum(is_first) - 1  # [uses]
         at_node = np.bincount(node, weights=rows).astype(np.int64)  # rows a node
         tile_rows = self._joined_class.rows // self.heads.group
         tiles = -(-at_node // tile_rows)
-        entries = np.minimum(tile_rows, np.repeat(at_node, tiles) - ranges(tiles) * tile_rows)
+        entries = np.minimum(tile_rows, at_node.repeat(tiles) - ranges(tiles) * tile_rows)
         node_rows = gathered.nodes[uses][is_first].copy()
         node_rows[:, Run.BASE] = 0
         node_rows[:, Run.RANK] = 0
@@ -313,11 +333,11 @@ class Planner:
 
         tile_tokens = heights[of_request] // group
         tiles = -(-gathered.rows // tile_tokens)
-        request = np.repeat(np.arange(requests), tiles)
+        request = np.arange(requests).repeat(tiles)
         first_row = ranges(tiles) * tile_tokens[request]
         entries = np.minimum(tile_tokens[request], gathered.rows[request] - first_row)
         pairs = segment_count[request]
-        tile = np.repeat(np.arange(len(request)), pairs)
+        tile = np.arange(len(request)).repeat(pairs)
         runs = segments[before(segment_count)[request][tile] + ranges(pairs)]
         end_row = (first_row + entries)[tile]
         causal = runs[:, Run.CAUSAL] == 1
@@ -325,7 +345,7 @@ class Planner:
         runs[:, Run.STOP] = np.where(
             causal, end_row - rank, np.where(rank < end_row, runs[:, Run.STOP], 0)
         )
-        token = np.repeat(gathered.first_token[request] + first_row, entries) + ranges(entries)
+        token = (gathered.first_token[request] + first_row).repeat(entries) + ranges(entries)
         if window is not None:
             lowest = np.minimum.reduceat(gathered.positions[token], before(entries))
             self._skip_hidden(runs, tile, lowest - window, gathered, of_request[request])
@@ -339,8 +359,8 @@ class Planner:
         of_unit = tile[opens]
         unit_entries = entries[of_unit]
         within = ranges(unit_entries)
-        rank = np.repeat(first_row[of_unit], unit_entries) + within
-        token = np.repeat(gathered.first_token[request[of_unit]], unit_entries) + rank
+        rank = first_row[of_unit].repeat(unit_entries) + within
+        token = (gathered.first_token[request[of_unit]]).repeat(unit_entries) + rank
         return Units(
             tile_class=of_request[request[of_unit]],
             walking=np.ones(len(of_unit), np.int64),

@@ -15,6 +15,7 @@ from lazyrag_kernels.attention.plan import WORKSPACE_BYTES, Planner
 from lazyrag_kernels.attention.table import Heads, Plan, TileClass
 from lazyrag_kernels.attention.triton import attention_kernel, merge_kernel
 from lazyrag_kernels.rope import AngleTable, Rotary
+from lazyrag_kernels.staging import send
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 256)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -42,8 +43,9 @@ def tile_classes(heads: Heads, dtype: torch.dtype, processors: int) -> tuple[Til
             TileClass(128, 32, workers(1), warps=8, stages=2, whole=8),
         )
     return (
+        TileClass(16, 64, workers(2), warps=4, stages=3),
         TileClass(64, 64, workers(2), warps=4, stages=3),
-        TileClass(128, 64, workers(1), warps=8, stages=3, whole=8),
+        TileClass(128, 64, workers(1), warps=8, stages=3, whole=8, overhead=4),
     )
 
 
@@ -52,17 +54,22 @@ class _Loaded:
     """A plan on the device."""
 
     plan: Plan
-    table: Tensor  # int32 [table_ints]
-    places: Tensor  # int64, entries that a decode step changes
-    change: Tensor  # int32
+    table: Tensor  # int32, the packed plan and what a decode step changes
     steps: int  # decode steps left
+
+    @property
+    def growing(self) -> tuple[Tensor, Tensor]:
+        """int32: entries of the table that a decode step changes, and by how much."""
+        first, count = self.plan.table.size, self.plan.growing.shape[1]
+        places, change = self.table[first : first + 2 * count].view(2, count)
+        return places, change
 
 
 class TritonStep:
     """Attention on one GPU: plans on the device and the workspace, both allocated once.
 
     A launch reads the plan from device memory, so a CUDA graph that captured `attend` serves every
-    plan loaded later. Captured launches cover every tile class; others only those with items.
+    plan of as many rows that needs the same launches (`Plan.launches`) and is loaded ``fixed``.
 
     Args:
         heads: of the model.
@@ -72,7 +79,7 @@ class TritonStep:
         device: a GPU, or the CPU under Triton's interpreter.
         classes: tile classes, `tile_classes` by default.
         workspace_bytes: for partial results.
-        table_ints: room for each plan, one a window; it grows until a launch was captured.
+        table_ints: room for each plan that captured launches read, one a window.
         limit: angle tables reach to this distance.
         temperature, lse_scale: whether plans may carry them.
 
@@ -115,7 +122,8 @@ class TritonStep:
         self._table_ints = table_ints
         self._workspace_bytes = workspace_bytes
         self._loaded: dict[int | None, _Loaded] = {}
-        self._captured: dict[int | None, Plan] = {}  # what the captured launches were made with
+        self._fixed: dict[int | None, Tensor] = {}  # tables of captured launches, by window
+        self._loose: dict[int | None, Tensor] = {}  # tables of others, which may move
         self._angles: dict[Rotary, AngleTable] = {}
         slots = workspace_bytes // heads.partial_bytes
         self._partial = torch.empty(slots, heads.q_heads, heads.dim, device=device)
@@ -133,28 +141,24 @@ class TritonStep:
             join=join,
         )
 
-    def load(self, plan: Plan) -> None:
+    def fits(self, plan: Plan) -> bool:
+        """Whether a plan can be loaded ``fixed``."""
+        return plan.table.size + plan.growing.size <= self._table_ints
+
+    def load(self, plan: Plan, *, fixed: bool = False) -> None:
         """Bring a plan to the device, in place of the last one for the same window.
 
+        Args:
+            plan: made by `planner`.
+            fixed: into the table that captured launches read, or will read.
+
         Raises:
-            ValueError: it was made for another step, or does not go with captured launches.
+            ValueError: it was made for another step, or is larger than this step's tables.
         """
         if plan.classes != self.classes or plan.page_size != self.page_size:
             raise ValueError("a plan for other tile classes or pages; make it with `planner`")
         if plan.rows > self.rows:
             raise ValueError(f"a plan of {plan.rows} rows, launches of at most {self.rows}")
-        captured = self._captured.get(plan.window)
-        if captured is not None:
-            if (plan.rows, plan.positions) != (captured.rows, captured.positions):
-                raise ValueError(
-                    f"launches were captured with a plan of {captured.rows} rows, positions="
-                    f"{captured.positions}; this one has {plan.rows} and {plan.positions}"
-                )
-            if plan.table.size > self._table_ints:
-                raise ValueError(
-                    f"a plan of {plan.table.size} numbers exceeds table_ints={self._table_ints}, "
-                    "and the table of captured launches cannot move"
-                )
         if plan.partials > self._partial.shape[0]:
             raise ValueError(
                 f"{plan.partials} partial results exceed the workspace of {self._partial.shape[0]}"
@@ -162,16 +166,21 @@ class TritonStep:
         for name in ("temperature", "lse_scale"):
             if getattr(plan, name) and not getattr(self, name):
                 raise ValueError(f"a plan with {name} needs TritonStep({name}=True)")
-        self._table_ints = max(self._table_ints, triton.next_power_of_2(plan.table.size))
-        loaded = self._loaded.get(plan.window)
-        table = (
-            torch.empty(self._table_ints, dtype=torch.int32, device=self.device)
-            if loaded is None or loaded.table.numel() < plan.table.size
-            else loaded.table
-        )
-        table[: plan.table.size].copy_(torch.from_numpy(plan.table))
-        places, change = torch.from_numpy(plan.growing).to(self.device)
-        self._loaded[plan.window] = _Loaded(plan, table, places, change.int(), plan.steps)
+        size = plan.table.size + plan.growing.size
+        tables = self._fixed if fixed else self._loose
+        table = tables.get(plan.window)
+        if table is None or table.numel() < size:
+            room = self._table_ints
+            if size > room:
+                if fixed:
+                    raise ValueError(
+                        f"a plan of {size} numbers exceeds table_ints={room}, and the table of "
+                        "captured launches cannot move"
+                    )
+                room = triton.next_power_of_2(size)
+            table = tables[plan.window] = torch.empty(room, dtype=torch.int32, device=self.device)
+        send((plan.table, plan.growing), table)
+        self._loaded[plan.window] = _Loaded(plan, table, plan.steps)
 
     def advance(self) -> bool:
         """Bring the loaded plans to the next decode step: one more live token in every request.
@@ -182,7 +191,8 @@ class TritonStep:
         if not all(loaded.steps for loaded in self._loaded.values()):
             return False
         for loaded in self._loaded.values():
-            loaded.table.index_add_(0, loaded.places, loaded.change)
+            places, change = loaded.growing
+            loaded.table[: loaded.plan.table.size].index_add_(0, places, change)
             loaded.steps -= 1
         return True
 
@@ -250,13 +260,10 @@ class TritonStep:
         }
         sinks = nothing if layer.sinks is None else layer.sinks
         slopes = nothing if layer.alibi is None else layer.alibi
-        capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
-        if capturing:
-            self._captured[layer.window] = loaded.plan
         first_worker = 0
         joinable = max(1, len(self.classes) - 1)  # classes that joined items may be of
         for number, (spec, items) in enumerate(zip(self.classes, loaded.plan.items, strict=True)):
-            if items or capturing:
+            if items:
                 attention_kernel[(spec.workers * heads.kv_heads,)](
                     q,
                     k_pool,
@@ -282,7 +289,7 @@ class TritonStep:
                     **launch,
                 )
             first_worker += spec.workers + 1
-        if loaded.plan.merged_rows or capturing:
+        if loaded.plan.merged_rows:
             merge_kernel[(min(self.rows * heads.q_heads, 16 * self.processors),)](
                 self._partial,
                 self._partial_lse,

@@ -150,6 +150,11 @@ class Plan:
     lse_scale: bool
     positions: bool
 
+    @property
+    def launches(self) -> tuple[bool, ...]:
+        """Which launches it takes: one a tile class, then the merge."""
+        return (*(items > 0 for items in self.items), self.merged_rows > 0)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:

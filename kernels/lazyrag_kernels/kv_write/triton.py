@@ -30,8 +30,8 @@ def _write_kernel(
     v,
     q,  # [tokens, q_heads, DIM] raw
     q_turned,  # fp32 [tokens, q_heads, DIM]
-    slots,  # int64 [tokens]
-    positions,  # int64 [tokens]
+    slots,  # int32 or int64 [tokens]
+    positions,
     angles,
     k_stride,
     k_head_stride,
@@ -56,7 +56,7 @@ def _write_kernel(
     """One program a token and kv head."""
     token = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = tl.program_id(0) % kv_heads
-    slot = tl.load(slots + token)
+    slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:  # padding of a captured launch
         return
     o_j = tl.arange(0, HALF_PAD)
@@ -125,8 +125,9 @@ def write_step(
     Args:
         k_pool, v_pool: [slots, kv_heads, head_dim] or [pages, kv_heads, page_size, head_dim].
         k, v: [tokens, kv_heads, head_dim]; ``k`` is raw (not rotated).
-        slots: int64 [tokens], distinct; a negative one is padding and writes nothing.
-        positions: int64 [tokens] that keys are kept at and queries ask from, inside ``angles``.
+        slots: int32 or int64 [tokens], distinct; a negative one is padding and writes nothing.
+        positions: int32 or int64 [tokens] that keys are kept at and queries ask from, inside
+            ``angles``.
         rotary, angles: of the layer.
         page_size: of the pool.
         q: [tokens, q_heads, head_dim], raw.

@@ -1,0 +1,151 @@
+"""One packed pass: the next tokens of several requests in, logits and the likeliest ids out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lazyrag.engine.attention import PagedAttention, TritonAttention
+from lazyrag.engine.sequence import PagedSequence
+from lazyrag.model import seam
+from lazyrag.model.load import LoadedModel
+
+PROBE_TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest RMS(error) / RMS(hidden) between joined layers and the model's own."""
+
+logger = logging.getLogger("lazyrag")
+
+
+@dataclass(slots=True)
+class NextTokens:
+    """The next tokens of one request.
+
+    Attributes:
+        sequence: where its KV lies.
+        ids: the tokens; None = one, the likeliest after the last row of this request in the pass
+            before, which need not have been fetched from the device.
+        positions: of the tokens.
+        wanted: of how many last tokens the logits are wanted, 0 or more.
+    """
+
+    sequence: PagedSequence
+    ids: Sequence[int] | None
+    positions: Sequence[int]
+    wanted: int = 1
+
+
+class Launched(Protocol):
+    """A pass on its way. Its results may be fetched once another one has been launched."""
+
+    logits: Tensor
+    """fp32 [sum of wanted, vocab] on the device; those of a captured pass until the next one."""
+
+    def likeliest(self) -> tuple[list[int], list[float]]:
+        """Of each row of the logits the likeliest id, of equals the lowest, and its logit."""
+        ...
+
+
+class Forward(Protocol):
+    """Runs packed passes over one pool."""
+
+    def launch(self, batch: Sequence[NextTokens]) -> Launched:
+        """Start one pass; a request stands in it once."""
+        ...
+
+    def warm_up(self) -> None:
+        """Do what makes later passes faster, where there is something; may take a minute."""
+        ...
+
+
+@dataclass(slots=True)
+class EagerLaunched:
+    """See `Launched`."""
+
+    logits: Tensor
+
+    def likeliest(self) -> tuple[list[int], list[float]]:
+        top, ids = self.logits.max(dim=-1)
+        return ids.tolist(), top.tolist()
+
+
+class EagerForward:
+    """transformers, layer by layer; on any device.
+
+    Args:
+        model: a loaded checkpoint.
+        attention: over the pool.
+    """
+
+    def __init__(self, model: LoadedModel, attention: PagedAttention) -> None:
+        self._model = model
+        self._attention = attention
+        self._before: dict[PagedSequence, int] = {}
+        self._launched: Launched | None = None
+
+    def launch(self, batch: Sequence[NextTokens]) -> Launched:
+        """See `Forward`."""
+        ids = [id for one in batch for id in self._ids(one)]
+        step = self._attention.step([one.sequence.rows(one.positions) for one in batch])
+        launched = EagerLaunched(run(self._model, ids, step, wanted_rows(batch)))
+        self._before, self._launched = last_rows(batch), launched
+        return launched
+
+    def warm_up(self) -> None:
+        """See `Forward`: nothing to do."""
+
+    def _ids(self, one: NextTokens) -> Sequence[int]:
+        if one.ids is not None:
+            return one.ids
+        assert self._launched is not None, "there was a pass before"
+        return [self._launched.likeliest()[0][self._before[one.sequence]]]
+
+
+def run(
+    model: LoadedModel, ids: Sequence[int], step: seam.AttentionStep, wanted: Sequence[int]
+) -> Tensor:
+    """Logits fp32 [len(wanted), vocab] of some rows of a pass."""
+    tokens = torch.tensor([ids], dtype=torch.int64, device=model.device)
+    hidden = seam.hidden_states(model.model, tokens, step)[0]
+    index = torch.tensor(wanted, dtype=torch.int64, device=hidden.device)
+    return seam.logits(model.model, hidden[index])
+
+
+def packed_forward(model: LoadedModel, attention: PagedAttention) -> Forward:
+    """The fastest there is for this device and model."""
+    if model.device.type != "cuda" or not isinstance(attention, TritonAttention):
+        return EagerForward(model, attention)
+    try:
+        from lazyrag.engine.graphs import GraphForward
+
+        forward = GraphForward(model, attention)
+        forward.probe(PROBE_TOLERANCE[model.dtype])
+        return forward
+    except Exception as error:  # an unusual layer, too little memory, ...
+        logger.warning("passes run as transformers does on this GPU: %s", error)
+        return EagerForward(model, attention)
+
+
+def wanted_rows(batch: Sequence[NextTokens]) -> list[int]:
+    """Rows of the pass whose logits are wanted."""
+    rows: list[int] = []
+    end = 0
+    for one in batch:
+        end += len(one.positions)
+        rows += range(end - one.wanted, end)
+    return rows
+
+
+def last_rows(batch: Sequence[NextTokens]) -> dict[PagedSequence, int]:
+    """Of each request whose logits are wanted the last row among them."""
+    rows: dict[PagedSequence, int] = {}
+    end = 0
+    for one in batch:
+        end += one.wanted
+        if one.wanted:
+            rows[one.sequence] = end - 1
+    return rows

@@ -1,0 +1,60 @@
+"""Tokens chosen together are those that each answer's sampler chooses alone."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from lazyrag.engine.choose import choose
+from lazyrag.engine.forward import EagerLaunched
+from lazyrag.engine.sampling import Sampler, make_options
+from lazyrag.errors import LazyRagError
+
+DEVICE = torch.device(os.environ.get("LAZYRAG_TEST_DEVICE", "cpu"))
+VOCAB = 500
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7, "seed": 1},
+    {"temperature": 0.7, "seed": 2},
+    {"temperature": 0.7, "top_k": 5, "seed": 3},
+    {"temperature": 1.3, "top_p": 0.8, "min_p": 0.02, "seed": 4},
+    {"temperature": 1.3, "top_p": 0.8, "min_p": 0.02, "seed": 5},
+    {"repetition_penalty": 1.4},
+    {"temperature": 0.7, "repetition_penalty": 1.4, "seed": 1},
+    {"temperature": 1e-300, "seed": 6},
+    {},
+]
+
+
+def samplers() -> list[Sampler]:
+    return [Sampler(make_options(None, options), [3, 4]) for options in OPTIONS]
+
+
+def test_each_row_gets_the_token_of_its_own_sampler() -> None:
+    generator = torch.Generator().manual_seed(0)
+    together, alone = samplers(), samplers()
+    seen = set()
+    for _ in range(40):
+        logits = torch.randn(len(OPTIONS), VOCAB, generator=generator).to(DEVICE)
+        chosen = choose(EagerLaunched(logits), together)
+        assert chosen == [one.next(row) for one, row in zip(alone, logits, strict=True)]
+        seen.add(tuple(chosen))
+    assert len(seen) == 40
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_harms_no_other(bad: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(OPTIONS), VOCAB, generator=generator).to(DEVICE)
+    expected = choose(EagerLaunched(logits), samplers())
+    for row in range(len(OPTIONS)):
+        broken = logits.clone()
+        broken[row, 9] = bad
+        chosen = choose(EagerLaunched(broken), samplers())
+        assert isinstance(chosen[row], LazyRagError)
+        assert "not finite" in str(chosen[row])
+        others = [one for number, one in enumerate(chosen) if number != row]
+        assert others == [one for number, one in enumerate(expected) if number != row]
