@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -190,12 +191,26 @@ def _ladder_table(rungs: Sequence[Rung], sets: Sequence[str]) -> list[str]:
 def as_json(rows: Sequence[Row], note: str | None = None) -> dict[str, Any]:
     """All of it for programs."""
     table = Table(rows)
+    plain: dict[str, Any] = _without_infinities(_as_dict(table, note))
+    return plain
+
+
+def _as_dict(table: Table, note: str | None) -> dict[str, Any]:
     return {
         "note": note,
         "examples": {name: len(table.examples_of(name)) for name in table.sets},
         "settings": [{"set": name, **asdict(one)} for name, one in summaries(table)],
         "ladder": [{**asdict(rung), "claimed": rung.claimed} for rung in ladder(table)],
     }
+
+
+def _without_infinities(value: Any) -> Any:
+    """JSON has no infinite numbers: None stands for them."""
+    if isinstance(value, dict):
+        return {name: _without_infinities(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_infinities(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_summary(rows: Sequence[Row], path: Path) -> None:

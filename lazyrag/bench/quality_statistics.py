@@ -21,7 +21,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate and its bootstrap interval."""
+    """An estimate and its bootstrap interval; an infinite end is not known."""
 
     value: float
     low: float
@@ -164,7 +164,9 @@ class Table:
             parts.append(own[generator.integers(len(own), size=(DRAWS, len(own)))])
         drawn = statistic(np.concatenate(parts, axis=1))
         outside = 100 * (1 - LEVEL) / 2
-        low, high = np.percentile(drawn, [outside, 100 - outside])
+        unknown = np.isnan(drawn)  # counted as the worst at either end
+        low = np.percentile(np.where(unknown, -np.inf, drawn), outside, method="lower")
+        high = np.percentile(np.where(unknown, np.inf, drawn), 100 - outside, method="higher")
         return Interval(value, float(low), float(high))
 
     def tuned(

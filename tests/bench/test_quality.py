@@ -141,6 +141,19 @@ def test_gain_kept_is_a_ratio_of_sums_with_an_interval():
     assert Table(rows()).summary("attention 1 last", table.examples_of()) == uneven
 
 
+def test_an_interval_that_is_not_known_says_so():
+    """Where documents bring as much as they take, a resampling may have no gain to be kept."""
+    seldom = [
+        replace(one, nll=2.0 if int(one.id) < 4 else 4.2) if one.setting == FULL.name else one
+        for one in rows()
+    ]
+    table = Table(seldom)
+    found = table.summary(FAST.name, table.examples_of()).gain
+    assert (found.low, found.high) == (-math.inf, math.inf)
+    assert "null" in json.dumps(report.as_json(seldom), allow_nan=False)
+    assert "(-inf to inf)" in report.text(seldom)
+
+
 def test_no_example_is_reported_by_what_was_tuned_on_it():
     """On A the first looks best and disappoints on B; on B the second is chosen."""
     table = Table(rows())
