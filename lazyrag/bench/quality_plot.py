@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
-from math import log
+from math import isfinite, log
 
 from lazyrag.bench.quality_rows import Row
 from lazyrag.bench.quality_settings import EVERYTHING, Kept, Setting, Use
@@ -17,6 +17,8 @@ _KINDS = {
     "only the chosen nodes": "#7a7a7a",
     "full attention": "#000000",
 }
+_LOWEST, _HIGHEST = -1.0, 2.0
+"""Gains beyond are drawn at the edge: with few examples an interval may have no end."""
 _WORK = (4, 8, 16, 25, 50, 100)
 """Marks of the axis, percent; the axis is logarithmic."""
 
@@ -44,15 +46,16 @@ def svg(rows: Sequence[Row], named: Sequence[str] = ()) -> str:
         for name in table.settings
         if name in known
     ]
-    lowest = min([0.0, *(one.gain.low for _, one in points)])
-    highest = max([1.0, *(one.gain.high for _, one in points)])
+    points = [(kind, one) for kind, one in points if isfinite(one.gain.value)]
+    lowest = min([0.0, *(max(one.gain.low, _LOWEST) for _, one in points)])
+    highest = max([1.0, *(min(one.gain.high, _HIGHEST) for _, one in points)])
 
     def across(work: float) -> float:
         share = log(max(100 * work, _WORK[0]) / _WORK[0]) / log(_WORK[-1] * 1.1 / _WORK[0])
         return _LEFT + _WIDTH * share
 
     def down(gain: float) -> float:
-        return _TOP + _HEIGHT * (highest - gain) / (highest - lowest)
+        return _TOP + _HEIGHT * (highest - min(max(gain, lowest), highest)) / (highest - lowest)
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" '

@@ -88,11 +88,11 @@ class Task(ABC):
         """At most ``most`` tokens for the next forward pass."""
 
     @abstractmethod
-    def advance(self, logits: Tensor) -> Outcome | None:
-        """Go on from a pass.
+    def advance(self, result: int | Tensor) -> Outcome | None:
+        """Go on from a pass in which something of the rows taken last was wanted.
 
         Args:
-            logits: fp32 [wanted, vocab], of the rows taken last; called when any were wanted.
+            result: the token that their sampler has chosen, or fp32 [wanted, vocab].
 
         Returns:
             The outcome when it is complete, not delivered yet.
@@ -144,15 +144,15 @@ class Answer(Task):
         sequence, prompt = self.started.sequence, self.request.prompt
         if self.decoding:
             position = prompt.next_position + len(self._token_ids) - 1
-            return Rows(sequence, self._token_ids[-1:], [position], 1)
+            return Rows(sequence, self._token_ids[-1:], [position], 1, self._sampler)
         chunk = slice(self._computed, self._computed + most)
         self._computed = min(chunk.stop, len(prompt.live_ids))
         ids, positions = prompt.live_ids[chunk], prompt.live_positions[chunk]
-        return Rows(sequence, ids, positions, int(self.decoding))
+        return Rows(sequence, ids, positions, int(self.decoding), self._sampler)
 
-    def advance(self, logits: Tensor) -> Generation | None:
-        """Choose the next token and deliver what can be shown of it; see `Task`."""
-        token = self._sampler.next(logits[0])
+    def advance(self, result: int | Tensor) -> Generation | None:
+        """Take the next token and deliver what can be shown of it; see `Task`."""
+        token = int(result)
         now = time.perf_counter()
         if self._first is None:
             self._first = now
@@ -234,12 +234,13 @@ class Scoring(Task):
         ids, positions = self._ids[first:stop], self._positions[first:stop]
         return Rows(self.started.sequence, ids, positions, wanted)
 
-    def advance(self, logits: Tensor) -> Scores | None:
+    def advance(self, result: int | Tensor) -> Scores | None:
         """Look the next tokens of the answer up; see `Task`."""
-        distributions = logits.log_softmax(dim=-1)
+        assert isinstance(result, Tensor), "it has no sampler"
+        distributions = result.log_softmax(dim=-1)
         done = len(self._scores)
-        answer = self._answer[done : done + len(logits)]
-        chosen = torch.tensor(answer, device=logits.device)[:, None]
+        answer = self._answer[done : done + len(distributions)]
+        chosen = torch.tensor(answer, device=distributions.device)[:, None]
         self._scores += distributions.gather(1, chosen)[:, 0].tolist()
         if self._whole:
             self._distributions.append(distributions.cpu())
@@ -281,7 +282,7 @@ class Pinning(Task):
         """Never called: it ends as it begins."""
         raise NotImplementedError
 
-    def advance(self, logits: Tensor) -> Outcome | None:
+    def advance(self, result: int | Tensor) -> Outcome | None:
         """Never called: it ends as it begins."""
         raise NotImplementedError
 

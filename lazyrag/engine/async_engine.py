@@ -176,6 +176,10 @@ class AsyncEngine:
 
     # life
 
+    async def warm_up(self) -> None:
+        """As `Engine.warm_up`. Cancelled, it is done all the same."""
+        await asyncio.to_thread(self._engine.warm_up)
+
     def stats(self) -> EngineStats:
         """As `Engine.stats`: what was done so far and how things stand; takes microseconds."""
         return self._engine.stats()

@@ -8,10 +8,9 @@ import torch
 
 from lazyrag.engine.forward import Launched
 from lazyrag.engine.sampling import Sampler, draw_rows
-from lazyrag.errors import LazyRagError
 
 
-def choose(launched: Launched, samplers: Sequence[Sampler]) -> list[int | LazyRagError]:
+def choose(launched: Launched, samplers: Sequence[Sampler | None]) -> list[int | Exception | None]:
     """What `Sampler.next` would choose of each row.
 
     Answers that take the likeliest token, and those that draw with the same options, cost one copy
@@ -20,32 +19,36 @@ def choose(launched: Launched, samplers: Sequence[Sampler]) -> list[int | LazyRa
 
     Args:
         launched: a pass; no later one may have been launched unless all take the likeliest.
-        samplers: one a row of its logits.
+        samplers: one a row of its logits; None = nothing is to be chosen of this row.
 
     Returns:
-        An id a row, or the error of a row whose logits are not finite.
+        An id a row, or what went wrong with that row alone.
     """
     groups: dict[Hashable, list[int]] = {}
     for row, sampler in enumerate(samplers):
-        if sampler.kind is not None and sampler.warpers:
+        if sampler is not None and sampler.kind is not None and sampler.warpers:
             groups.setdefault(sampler.kind, []).append(row)
     drawn = []
     for rows in groups.values():
-        uniform = torch.tensor([samplers[row].uniform() for row in rows], dtype=torch.float64)
+        of_kind = [sampler for row in rows if (sampler := samplers[row]) is not None]
+        uniform = torch.tensor([sampler.uniform() for sampler in of_kind], dtype=torch.float64)
         where = torch.tensor(rows).to(launched.logits.device)
         scores = launched.logits.index_select(0, where)
-        drawn.append((rows, draw_rows(scores, samplers[rows[0]].warpers, uniform)))
+        drawn.append((rows, draw_rows(scores, of_kind[0].warpers, uniform)))
     ids, tops = launched.likeliest()
     for rows, tokens in drawn:
         for row, token in zip(rows, tokens.tolist(), strict=True):
             ids[row] = token
-    outcomes: list[int | LazyRagError] = []
+    outcomes: list[int | Exception | None] = []
     for row, (sampler, id, top) in enumerate(zip(samplers, ids, tops, strict=True)):
+        if sampler is None:
+            outcomes.append(None)
+            continue
         try:
             if sampler.kind is None:
                 outcomes.append(sampler.next(launched.logits[row]))
             else:
                 outcomes.append(sampler.accept(id, top))
-        except LazyRagError as error:
+        except Exception as error:
             outcomes.append(error)
     return outcomes

@@ -717,6 +717,13 @@ class Engine:
 
     # life
 
+    def warm_up(self) -> None:
+        """Do now what makes later passes faster: on a GPU, compile the model's layers and capture
+        passes, which takes up to a minute. Without it passes are captured as they come.
+        """
+        self._check_open()
+        self._worker.call(self._runner.warm_up)
+
     def stats(self) -> EngineStats:
         """What this engine has done since it was made, and how things stand; from any thread."""
         pool, host = self._pool, self._host

@@ -57,7 +57,7 @@ class Looking(Task):
         """Never called: it ends as it begins."""
         raise NotImplementedError
 
-    def advance(self, logits: Tensor) -> Outcome | None:
+    def advance(self, result: int | Tensor) -> Outcome | None:
         """Never called: it ends as it begins."""
         raise NotImplementedError
 

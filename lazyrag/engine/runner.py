@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lazyrag.engine.attention import paged_attention
+from lazyrag.engine.choose import choose
 from lazyrag.engine.compute import NodeComputer, reason_of
 from lazyrag.engine.fetch import Fetcher
-from lazyrag.engine.forward import Launched, NextTokens, packed_forward, run
+from lazyrag.engine.forward import EagerLaunched, Launched, NextTokens, packed_forward, run
 from lazyrag.engine.live import LiveKey, LiveNames, reusable_names
 from lazyrag.engine.mass import LayersDone, MassStep
 from lazyrag.engine.materialized import MaterializedSequence
@@ -20,6 +21,7 @@ from lazyrag.engine.nodes import NodePlacer, Placed
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.report import Origin, Tier
 from lazyrag.engine.request import Request
+from lazyrag.engine.sampling import Sampler
 from lazyrag.engine.sequence import PagedSequence, SeenNode
 from lazyrag.errors import RequestError
 from lazyrag.model.load import LoadedModel
@@ -41,12 +43,18 @@ class Rows:
         sequence: whose.
         ids, positions: of each token.
         wanted: of how many of the last tokens the logits are needed.
+        sampler: chooses what follows the last token; None = the logits themselves are wanted.
     """
 
     sequence: RunningSequence
     ids: Sequence[int]
     positions: Sequence[int]
     wanted: int
+    sampler: Sampler | None = None
+
+
+Result = int | Exception | Tensor
+"""What comes of rows: the token that was chosen, why none could be, or fp32 [wanted, vocab]."""
 
 
 class Started:
@@ -314,29 +322,29 @@ class Runner:
             self.pool.release(pages)
 
     @torch.inference_mode()
-    def forward(self, batch: Sequence[Rows]) -> list[Tensor]:
+    def forward(self, batch: Sequence[Rows]) -> list[Result]:
         """One pass over the next tokens of several requests.
 
         Args:
             batch: a request stands in it once; one of `Quality.MATERIALIZED` stands alone.
 
         Returns:
-            Of each request fp32 [wanted, vocab].
+            One a request; nothing of sense where nothing is wanted.
         """
         first = batch[0]
         if isinstance(first.sequence, MaterializedSequence):
             wanted = range(len(first.ids) - first.wanted, len(first.ids))
             step = first.sequence.step(first.positions)
-            logits = run(self.model, first.ids, step, wanted)
+            launched: Launched = EagerLaunched(run(self.model, first.ids, step, wanted))
         else:
-            logits = self.launch(batch).logits.clone()
+            launched = self._launch(batch)
+        results = _results(batch, launched)
         for rows in batch:
             if isinstance(rows.sequence, PagedSequence):
                 rows.sequence.computed(rows.ids, rows.positions)
-        return list(logits.split([rows.wanted for rows in batch]))
+        return results
 
-    def launch(self, batch: Sequence[Rows]) -> Launched:
-        """As `forward` for requests over the pool, without waiting for the device."""
+    def _launch(self, batch: Sequence[Rows]) -> Launched:
         return self._packed.launch(
             [
                 NextTokens(rows.sequence, rows.ids, rows.positions, rows.wanted)
@@ -348,3 +356,20 @@ class Runner:
     def warm_up(self) -> None:
         """Do what makes later passes faster, where there is something; may take a minute."""
         self._packed.warm_up()
+
+
+def _results(batch: Sequence[Rows], launched: Launched) -> list[Result]:
+    samplers = [
+        rows.sampler if row == rows.wanted - 1 else None
+        for rows in batch
+        for row in range(rows.wanted)
+    ]
+    chosen = choose(launched, samplers) if any(samplers) else [None] * len(samplers)
+    results: list[Result] = []
+    end = 0
+    for rows in batch:
+        first, end = end, end + rows.wanted
+        token = chosen[end - 1] if rows.wanted else None
+        # a captured pass has the same memory for the logits of the next one
+        results.append(launched.logits[first:end].clone() if token is None else token)
+    return results

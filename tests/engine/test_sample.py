@@ -85,14 +85,14 @@ def test_a_wrong_n_is_refused(engine: Engine, n):
 def test_an_error_of_one_ends_all(engine: Engine, monkeypatch):
     from lazyrag.engine.sampling import Sampler
 
-    draw = Sampler.next
+    accept = Sampler.accept
 
-    def failing(self, logits):
+    def failing(self, token, top):
         if self.seed == 12:
             raise ValueError("broken")
-        return draw(self, logits)
+        return accept(self, token, top)
 
-    monkeypatch.setattr(Sampler, "next", failing)
+    monkeypatch.setattr(Sampler, "accept", failing)
     with pytest.raises(ValueError, match="broken"):
         engine.sample(PROMPT, 5, seed=10, temperature=1.0, max_new_tokens=2_000)
     check_all_back(engine)

@@ -913,3 +913,41 @@ def test_a_closed_engine_starts_no_threads(open_engine: OpenEngine):
     with pytest.raises(RequestError, match="closed"):
         stream.read()
     assert not any("lazyrag-read" in thread.name for thread in threading.enumerate())
+
+
+def test_warming_up_changes_no_answer(open_engine: OpenEngine):
+    engine = open_engine()
+    expected = engine.generate(prompt(1, 2), max_new_tokens=6).token_ids
+    engine.warm_up()
+    assert engine.generate(prompt(1, 2), max_new_tokens=6).token_ids == expected
+    check_all_back(engine)
+
+
+def test_reading_is_tried_again_after_a_bad_time(open_engine: OpenEngine):
+    """A speed that nobody measures any more is not believed for ever."""
+    engine = open_engine()
+    engine.generate(prompt(1), max_new_tokens=1)
+    engine._costs.read.record(1, 1e-4)  # a stall of the disk
+    seen = []
+    for _ in range(80):
+        engine._worker.call(lambda: engine._pool.drop(key(engine, 1)))
+        engine._costs.encode = Speed(2e4)
+        engine._costs.encode.record(2, 1e-4)
+        seen += tiers(engine, 1)
+        if seen[-1] == "disk":
+            break
+    assert seen[0] == "none" and seen[-1] == "disk", seen
+
+
+def test_a_node_on_the_device_is_not_held_ahead_as_well(open_engine: OpenEngine, disk: Disk):
+    """Two requests of one node: one has it read, one reads it ahead; it is held once."""
+    engine = open_engine()
+    gate = disk.hold(key(engine, 1))
+    stream = engine.stream(prompt(1), max_new_tokens=2)
+    stream.begin()
+    wait_for(lambda: key(engine, 1) in disk.read)
+    assert engine._fetcher.ahead(runs_of(engine, 1)[0])
+    gate.set()
+    stream.read()
+    wait_for(lambda: not engine._fetcher._reading)
+    assert not engine._fetcher._ahead
