@@ -49,12 +49,17 @@ class KVDType(StrEnum):
 class Quality(StrEnum):
     """How much of a prompt is computed anew.
 
-    ``fast``: every known node is reused as stored. ``full``: nothing is reused, plain attention.
+    ``fast``: every known node is reused as stored, in its place. ``balanced`` and ``best``: the
+    nodes the question needs most are computed anew, last of their group, within a quarter and 40%
+    of full attention's work (see `lazyrag.quality.ladder`). ``full``: nothing is reused, plain
+    attention.
     ``materialized``: as ``fast``, but every node is copied and its raw keys are rotated to their
     place; the oracle the lazy path is tested against, not a mode for users.
     """
 
     FAST = "fast"
+    BALANCED = "balanced"
+    BEST = "best"
     FULL = "full"
     MATERIALIZED = "materialized"
 

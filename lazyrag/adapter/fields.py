@@ -46,11 +46,12 @@ class EngineFields(BaseModel):
     kv_dtype: str = Field(default="model", description="How K and V are kept on disk.")
     sink: str = Field(
         default=DEFAULT_SINK,
-        description="What nodes see before them while encoded: documents, template, none, a text.",
+        description="What nodes see before them: passages, documents, template, none, or a text.",
     )
     tenant: str = Field(default="", description="Nodes of one tenant never serve another.")
     quality: str = Field(
-        default="fast", description="fast reuses every known node, full computes everything."
+        default="fast",
+        description="fast reuses every known node, full none; balanced and best lie between.",
     )
     temperature: float = Field(default=0.0, description="0 = greedy.", ge=0.0)
     max_tokens: int = Field(

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lazyrag.bench.hit_ratio import Order, Workload, measure
 from lazyrag.bench.hit_ratio_report import as_json, text, write_csv, write_plot
-from lazyrag.cli.options import JsonOption
+from lazyrag.cli.options import DeviceOption, JsonOption
 from lazyrag.cli.output import command_errors, say, to_json
 from lazyrag.errors import RequestError
+
+if TYPE_CHECKING:
+    from lazyrag.bench.quality_rows import Row
 
 app = typer.Typer(
     help="Measure, ours beside the alternatives.", no_args_is_help=True, rich_markup_mode=None
@@ -204,6 +207,102 @@ def hit_ratio(
         if path is not None:
             try:
                 write(rows, path)
+            except OSError as error:
+                raise RequestError(f"{path} cannot be written: {error.strerror}.") from None
+            say(f"Wrote {path}.")
+
+
+@app.command("quality")
+@command_errors
+def quality(
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, show_default=False,
+            help="JSON lines with id, question, answers, documents; may be repeated.",
+        ),
+    ],
+    model: Annotated[str, typer.Option(metavar="NAME", help="The model.")] = "smollm2",
+    count: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Only so many examples of each file.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every setting, not only the ladder and its controls.")
+    ] = False,
+    device: DeviceOption = "auto",
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="Of the computation.")] = "auto",
+    greedy: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Tokens of the greedy text, 0 = none.")
+    ] = 32,
+    timed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="So many examples are timed, too.")
+    ] = 5,
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", dir_okay=False, callback=_writable,
+            help="Write a row for every example and setting, as they come.",
+        ),
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, callback=_writable, help="Write the table."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", dir_okay=False, callback=_writable,
+            help="Draw quality against work (SVG).",
+        ),
+    ] = None,
+    as_json_: JsonOption = False,
+) -> None:  # fmt: skip
+    """Compare answers over reused passages with full attention, and what either costs.
+
+    Gold answers are scored, texts are written greedily. The checkpoint is calibrated first, on the
+    documents of the files, unless it is already.
+    """
+    from lazyrag.bench import quality as bench
+    from lazyrag.bench import quality_report as report
+    from lazyrag.bench.quality_data import read_examples
+    from lazyrag.bench.quality_plot import svg
+    from lazyrag.bench.quality_rows import RowWriter
+    from lazyrag.bench.quality_settings import BALANCED, BEST, EVERYTHING, FAST, LOOK, SHORT
+    from lazyrag.engine.calibrate import calibrated
+    from lazyrag.engine.sink import sink_ids
+    from lazyrag.model.load import load_model
+
+    examples = [example for file in data for example in read_examples(file, count)]
+    loaded = load_model(model, device=device, dtype=dtype)
+    texts = [text for example in examples for text in example.texts]
+    found = calibrated(loaded, sink_ids(LOOK.sink, loaded.tokenizer), texts)
+    writer = None if rows is None else RowWriter(rows)
+
+    def done(made: Sequence[Row], examples_done: int) -> None:
+        if writer is not None:
+            writer.write(made)
+        say(f"{examples_done} of {len(examples)} examples")
+
+    try:
+        measured = bench.measure(
+            loaded, examples, EVERYTHING if everything else SHORT, found.heads,
+            greedy_tokens=greedy, timed=timed, done=done,
+        )  # fmt: skip
+    finally:
+        if writer is not None:
+            writer.close()
+    if as_json_:
+        to_json(report.as_json(measured, loaded.note))
+    else:
+        typer.echo(report.text(measured, loaded.note))
+    named = [setting.name for setting in (FAST, LOOK, BALANCED, BEST)]
+    for path, write in (
+        (csv, lambda path: report.write_summary(measured, path)),
+        (plot, lambda path: path.write_text(svg(measured, named), encoding="utf-8")),
+    ):
+        if path is not None:
+            try:
+                write(path)
             except OSError as error:
                 raise RequestError(f"{path} cannot be written: {error.strerror}.") from None
             say(f"Wrote {path}.")

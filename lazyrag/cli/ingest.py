@@ -91,7 +91,7 @@ def ingest(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="What passages see before them: documents, template, none, or a text.",
+            help="What passages see before them: passages, documents, template, none, or a text.",
             show_default=DEFAULT_SINK,
         ),
     ] = None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lazyrag.cli import ask, bench, chat, env, ingest, store
+from lazyrag.cli import ask, bench, calibrate, chat, env, ingest, store
 
 app = typer.Typer(
     name="lazyrag",
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)
 app.command("chat")(chat.chat)
+app.command("calibrate")(calibrate.calibrate)
 app.add_typer(store.app, name="store")
 app.add_typer(bench.app, name="bench")
 app.command("env")(env.env)

@@ -15,6 +15,8 @@ class Rung(StrEnum):
     """The qualities a user may choose."""
 
     FAST = Quality.FAST.value
+    BALANCED = Quality.BALANCED.value
+    BEST = Quality.BEST.value
     FULL = Quality.FULL.value
 
 
@@ -28,7 +30,10 @@ NodesOption = Annotated[
 DeviceOption = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")]
 QualityOption = Annotated[
     Rung,
-    typer.Option(help="fast reuses every known passage; full computes the whole prompt."),
+    typer.Option(
+        help="fast reuses every known passage; balanced and best compute the passages that the "
+        "question needs most anew; full computes the whole prompt."
+    ),
 ]
 TokensOption = Annotated[
     int,

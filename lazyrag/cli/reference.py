@@ -22,6 +22,8 @@ COMMANDS = (
     ("store", "verify"),
     ("bench",),
     ("bench", "hit-ratio"),
+    ("bench", "quality"),
+    ("calibrate",),
     ("env",),
 )
 BEGIN = "<!-- begin: made by python -m lazyrag.cli.reference docs/cli.md -->"

@@ -26,7 +26,7 @@ from lazyrag.types import Quality
 MAX_WANTED = 128
 """Tokens of a given answer that one pass scores, at most."""
 
-_CHOSEN = (Reason.LAST_TOKEN, Reason.FASTER)
+_CHOSEN = (Reason.LAST_TOKEN, Reason.FASTER, Reason.CHOSEN)
 """Reasons of nodes that are computed although their KV could be had."""
 
 logger = logging.getLogger("lazyrag")

@@ -37,12 +37,17 @@ class PagedAttention(Protocol):
         ...
 
 
-def paged_attention(pool: PagePool, geometry: Geometry) -> PagedAttention:
-    """The fastest there is for this device, these heads and this dtype."""
+def paged_attention(pool: PagePool, geometry: Geometry, *, scaled: bool = False) -> PagedAttention:
+    """The fastest there is for this device, these heads and this dtype.
+
+    Args:
+        pool, geometry: of the engine.
+        scaled: requests may have a temperature or a group scale (the kernels are compiled for it).
+    """
     if pool.k.device.type != "cuda":
         return TorchAttention(pool, geometry)
     try:
-        attention = TritonAttention(pool, geometry)
+        attention = TritonAttention(pool, geometry, scaled=scaled)
         attention.probe()
         return attention
     except Exception as error:  # no compiler, too little shared memory, ...: Triton fails variously
@@ -70,14 +75,22 @@ class TritonAttention:
         ValueError: a head size or dtype no launch can do.
     """
 
-    def __init__(self, pool: PagePool, geometry: Geometry) -> None:
+    def __init__(self, pool: PagePool, geometry: Geometry, *, scaled: bool = False) -> None:
         from lazyrag_kernels.attention.step import TritonStep
         from lazyrag_kernels.attention.table import Heads
 
         heads = Heads(geometry.q_heads, geometry.kv_heads, geometry.head_dim)
         self._pool = pool
         self._layers = geometry.layers
-        self._launches = TritonStep(heads, pool.page_size, MAX_ROWS, pool.k.dtype, pool.k.device)
+        self._launches = TritonStep(
+            heads,
+            pool.page_size,
+            MAX_ROWS,
+            pool.k.dtype,
+            pool.k.device,
+            temperature=scaled,
+            lse_scale=scaled,
+        )
         self._planner = self._launches.planner()
         self._loads = 0
         self._windows = sorted({spec.window for spec in self._layers}, key=lambda one: one or 0)

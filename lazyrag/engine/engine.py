@@ -21,6 +21,8 @@ import torch
 
 from lazyrag.engine import doctor
 from lazyrag.engine.answer import Task
+from lazyrag.engine.attention import MAX_ROWS
+from lazyrag.engine.calibrate import calibrate
 from lazyrag.engine.compute import NodeComputer
 from lazyrag.engine.constraint import JsonConstraints
 from lazyrag.engine.costs import Costs
@@ -31,6 +33,7 @@ from lazyrag.engine.generation import (
     Delivery,
     Generation,
     GenerationStream,
+    Looked,
     Scores,
 )
 from lazyrag.engine.host import HostTier
@@ -51,6 +54,11 @@ from lazyrag.engine.write import Writer
 from lazyrag.errors import RequestError
 from lazyrag.model.load import LoadedModel, load_model, parse_device, parse_dtype
 from lazyrag.prompt.read import PromptReader, ReadPrompt
+from lazyrag.prompt.segments import NodeRun, Run, end_live, place
+from lazyrag.quality.calibration import Calibration, recall, remember
+from lazyrag.quality.choice import by_heads
+from lazyrag.quality.ladder import RUNGS, Climbed, Rung, climb
+from lazyrag.quality.moves import Offsets
 from lazyrag.store import Encoding, KVStore
 from lazyrag.types import (
     DEFAULT_SINK,
@@ -67,6 +75,16 @@ from lazyrag.types import (
 
 POOL_BYTES = 4 * 2**30
 """Most bytes the pool takes unless told otherwise (and at most a quarter of the memory)."""
+CALIBRATION_TEXTS = 512
+"""Ingested texts that calibration draws from, at most."""
+NOT_CALIBRATED = (
+    "This checkpoint is not calibrated: the nodes to compute anew are the first ones of the "
+    "prompt, not those the question needs most. Run `lazyrag calibrate` once."
+)
+NO_ROOM_TO_LOOK = (
+    "The pool had no room to look which nodes the question needs most: the first ones of the "
+    "prompt were computed anew."
+)
 HOST_BYTES, HOST_SHARE = 64 * 2**30, 4
 """Beside a GPU at most so much of the host's memory, and one part in so many of it, keeps nodes."""
 POOL_WINDOWS = 8
@@ -162,6 +180,7 @@ class Engine:
             self.store, digest, library, encoder, geometry, kv, longest_node, self._worker.call
         )
         self._constraints = JsonConstraints(model)
+        self._calibration: Calibration | None = None
 
     @classmethod
     def from_pretrained(
@@ -436,6 +455,35 @@ class Engine:
         keys = {self.key_of(one) if isinstance(one, str) else one for one in nodes}
         self._worker.call(lambda: self._runner.unpin(keys))
 
+    # quality
+
+    def calibrate(
+        self,
+        texts: Sequence[str] | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Calibration:
+        """Find out how this checkpoint shows which nodes a question needs; kept for these weights.
+
+        `Quality.BALANCED` and `Quality.BEST` choose nodes by it. Takes a minute or so, during which
+        nothing else is answered; needs no labels.
+
+        Args:
+            texts: of nodes; None = some of the ingested ones.
+            progress: called with (made-up questions done, questions in all).
+
+        Raises:
+            RequestError: too few texts.
+        """
+        self._check_open()
+        chosen = self._library.some_texts(CALIBRATION_TEXTS) if texts is None else list(texts)
+        found = self._worker.call(
+            lambda: calibrate(self._model, self.encoding.sink, chosen, progress=progress)
+        )
+        remember(self._model, found)
+        self._calibration = found
+        return found
+
     # generation
 
     def generate(
@@ -553,9 +601,49 @@ class Engine:
         chosen = make_options(options, overrides)
         schema = chosen.json_schema
         constraint = None if schema is None else self._constraints.make(schema)
-        request = Request.from_prompt(self._read(prompt), chosen, constraint, self._model, started)
+        read = self._read(prompt)
+        climbed = self._climb(read, chosen.quality)
+        request = Request.from_prompt(read, chosen, constraint, self._model, started, climbed)
         self._runner.check_fits(request)
         return request
+
+    def _climb(self, read: ReadPrompt, quality: Quality) -> Climbed | None:
+        """The prompt as a rung of the ladder has it; None = it stays as given."""
+        rung = RUNGS.get(quality)
+        runs = end_live(read.runs)
+        nodes = [run for run in runs if isinstance(run, NodeRun)]
+        if rung is None or not nodes:
+            return None
+        if any(layer.window is not None for layer in self._model.geometry.layers):
+            rung = replace(rung, offsets=Offsets.IN_LINE)  # a window must not lose sight of nodes
+        ranking, looked = self._ranking(read, runs, rung)
+        return climb(runs, rung, ranking, self._model.tokenizer.control_ids, looked)
+
+    def _ranking(self, read: ReadPrompt, runs: list[Run], rung: Rung) -> tuple[list[int], float]:
+        """Node numbers, the most wanted first, and what it cost to find out, in tokens."""
+        prompt = place(runs)
+        given = list(range(len(prompt.nodes)))
+        if self._calibration is None:
+            self._calibration = recall(self._model)
+        if self._calibration is None:
+            read.warnings.append(NOT_CALIBRATED)
+            return given, 0.0
+        heads = self._calibration.heads
+        layers = {head.layer for head in heads}
+        looked = len(prompt.live_ids) * (max(layers) + 1) / len(self._model.geometry.layers)
+        room = rung.limit * prompt.tokens - len(prompt.live_ids) - looked
+        if len(given) < 2 or len(prompt.live_ids) > MAX_ROWS:
+            return given, 0.0
+        if all(node.run.used > room for node in prompt.nodes):
+            return [], 0.0  # nothing can be chosen
+        request = Request.of_nodes(ReadPrompt([node.run for node in prompt.nodes]))
+        self._runner.check_fits(request)
+        found = self._wait(partial(self._worker.look, request, prompt, layers))
+        assert isinstance(found, Looked)
+        if found.masses is None:
+            read.warnings.append(NO_ROOM_TO_LOOK)
+            return given, 0.0
+        return by_heads(found.masses, heads), looked
 
     def _check_open(self) -> None:
         if self._closed:

@@ -61,7 +61,19 @@ class Pinned:
     report: ReuseReport
 
 
-Outcome = Generation | Scores | Pinned
+@dataclass(frozen=True, slots=True, eq=False)
+class Looked:
+    """What a question attends to.
+
+    Attributes:
+        masses: by layer fp32 [q_heads, rows, nodes], see `lazyrag.engine.mass.MassStep`; None = the
+            pool had no room.
+    """
+
+    masses: dict[int, Tensor] | None
+
+
+Outcome = Generation | Scores | Pinned | Looked
 """What comes of a request."""
 Delivery = str | Outcome | BaseException
 Deliver = Callable[[Delivery], None]

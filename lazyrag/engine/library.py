@@ -66,6 +66,13 @@ class Library:
             self._recogniser.discard(released.texts)
         return released.nodes
 
+    def some_texts(self, most: int) -> list[str]:
+        """Registered texts, at most so many, from all over the index."""
+        rows = self._index.signatures_after(self._encoding, 0)
+        step = max(1, -(-len(rows) // most))
+        found = (self._text(id) for id, _ in rows[::step])
+        return [text for text in found if text is not None]
+
     def knows(self, text: str) -> bool:
         """Whether a text is registered."""
         return self._index.find_text(self._encoding, text) is not None

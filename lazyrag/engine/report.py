@@ -48,6 +48,8 @@ class Reason(StrEnum):
     """The text was given as a node and had never been ingested."""
     LAST_TOKEN = "last token"
     """The node is one token, the last of the prompt, behind which the answer is predicted."""
+    CHOSEN = "chosen"
+    """The question needs it most, says the quality that was asked for."""
     QUALITY_FULL = "quality full"
     """The caller asked for full attention."""
 
@@ -72,6 +74,8 @@ class NodeReport:
             of the piece found.
         tier: where its KV came from; ``none`` when recomputed.
         status, reason: ``reason`` is None when reused.
+        given: number of the node in the prompt as given, when ``quality`` may change the order of
+            nodes; `nodes` of the report are in the order in which they were read.
     """
 
     key: NodeKey
@@ -80,6 +84,7 @@ class NodeReport:
     tier: Tier
     status: NodeStatus
     reason: Reason | None = None
+    given: int | None = None
 
 
 @dataclass(slots=True)
@@ -89,7 +94,8 @@ class ReuseReport:
     ``tokens_reused`` counts tokens of nodes, ``live_tokens_reused`` those of live text that an
     earlier request had computed behind exactly the same. ``tokens_computed`` counts what went
     through the model before the first token; a node that stands twice in a prompt is reused twice,
-    but computed once.
+    but computed once. ``tokens_looked`` counts, with the share of layers that were run, what went
+    through it before only to choose nodes.
 
     Times are those spent in the engine: what a reader of a stream does between pieces is not in
     them. ``warnings`` are sentences on what could not be used (the store's index, say).
@@ -101,12 +107,18 @@ class ReuseReport:
     tokens_reused: int = 0
     live_tokens_reused: int = 0
     tokens_computed: int = 0
+    tokens_looked: float = 0.0
     bytes_by_tier: dict[Tier, int] = field(default_factory=dict)
     recognise_s: float = 0.0
     ttft_s: float | None = None
     decode_tokens_per_s: float | None = None
     warnings: list[str] = field(default_factory=list)
     version: int = REPORT_VERSION
+
+    @property
+    def work(self) -> float:
+        """All tokens that went through the model for the prompt, over its length."""
+        return (self.tokens_computed + self.tokens_looked) / max(1, self.prompt_tokens)
 
     @property
     def nodes_reused(self) -> int:
@@ -123,6 +135,7 @@ class ReuseReport:
             node["key"] = str(given.key)
         data["nodes_reused"] = self.nodes_reused
         data["nodes_recomputed"] = self.nodes_recomputed
+        data["work"] = self.work
         return data
 
     def summary(self) -> str:

@@ -13,11 +13,12 @@ from lazyrag.errors import RequestError, RequestTimeoutError
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.read import NearNode, ReadPrompt
 from lazyrag.prompt.segments import NodeRun, PlacedPrompt, Run, as_live, end_live, place
+from lazyrag.quality.ladder import Climbed
 from lazyrag.types import GenerationOptions, NodeKey, Quality
 
 DEFAULT_NEW_TOKENS = 256
 
-_LIVE = (Reason.QUALITY_FULL, Reason.LAST_TOKEN)
+_LIVE = (Reason.QUALITY_FULL, Reason.LAST_TOKEN, Reason.CHOSEN)
 """Reasons of nodes that were computed as live text."""
 _NEAR = {"changed": Reason.CHANGED, "cut": Reason.CUT, "quoted": Reason.QUOTED}
 
@@ -36,6 +37,7 @@ class Request:
         new_tokens: at most this many are generated.
         recognise_s: seconds that reading the prompt (and its JSON Schema) took.
         deadline: of ``time.perf_counter``, after which the request is stopped.
+        climbed: the prompt as its rung of the ladder has it, if it has one.
     """
 
     prompt: PlacedPrompt
@@ -47,6 +49,7 @@ class Request:
     new_tokens: int
     recognise_s: float
     deadline: float | None
+    climbed: Climbed | None = None
 
     @classmethod
     def from_prompt(
@@ -56,13 +59,35 @@ class Request:
         constraint: Constraint | None,
         model: LoadedModel,
         started: float,
+        climbed: Climbed | None = None,
     ) -> Request:
         """Place the prompt and check that it fits the context window, before any work.
+
+        Args:
+            read: the prompt as given.
+            options, constraint: of the answer.
+            model: that answers.
+            started: of ``time.perf_counter``, when the request came.
+            climbed: the prompt as a rung of the ladder has it; None = as given, or nothing reused.
 
         Raises:
             RequestError: prompt and answer do not fit; says by how much.
         """
         recognise_s = time.perf_counter() - started
+        if climbed is not None:
+            prompt = place(climbed.runs)
+            return cls(
+                prompt=prompt,
+                known=tuple((node.run, node.offset) for node in climbed.nodes),
+                near=tuple(read.near),
+                warnings=tuple(read.warnings),
+                options=options,
+                constraint=constraint,
+                new_tokens=_new_tokens(prompt, options, climbed.runs, model),
+                recognise_s=recognise_s,
+                deadline=None if options.timeout_s is None else started + options.timeout_s,
+                climbed=climbed,
+            )
         runs = end_live(read.runs)
         known = [(node.run, node.offset) for node in place(runs).nodes]
         if len(known) < sum(isinstance(run, NodeRun) for run in read.runs):  # one token, the last
@@ -136,10 +161,15 @@ class Request:
         report.tokens_computed = len(self.prompt.live_ids) - live_reused
         bytes_read: Counter[Tier] = Counter()
         counted: set[NodeKey] = set()
-        for run, offset in self.known:
+        standing = self.climbed.nodes if self.climbed is not None else ()
+        if self.climbed is not None:
+            report.tokens_looked = self.climbed.looked
+        for place_, (run, offset) in enumerate(self.known):
             origin = origins.get(run.key, Origin(Tier.NONE, 0, Reason.QUALITY_FULL))
             if not run.used:
                 origin = Origin(Tier.NONE, 0, Reason.LAST_TOKEN)
+            if standing and standing[place_].anew:
+                origin = Origin(Tier.NONE, 0, Reason.CHOSEN)
             first_time = run.key not in counted
             counted.add(run.key)
             if first_time:
@@ -150,7 +180,15 @@ class Request:
                 report.tokens_computed += len(run.ids)
             status = NodeStatus.REUSED if origin.reason is None else NodeStatus.RECOMPUTED
             report.nodes.append(
-                NodeReport(run.key, len(run.ids), offset, origin.tier, status, origin.reason)
+                NodeReport(
+                    run.key,
+                    len(run.ids),
+                    offset,
+                    origin.tier,
+                    status,
+                    origin.reason,
+                    standing[place_].given if standing else None,
+                )
             )
         report.bytes_by_tier = {tier: nbytes for tier, nbytes in bytes_read.items() if nbytes}
         for near in self.near:

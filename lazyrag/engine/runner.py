@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from lazyrag.engine.compute import NodeComputer, reason_of
 from lazyrag.engine.fetch import Fetcher
 from lazyrag.engine.forward import EagerLaunched, Launched, NextTokens, packed_forward, run
 from lazyrag.engine.live import LiveKey, LiveNames, reusable_names
+from lazyrag.engine.mass import LayersDone, MassStep
 from lazyrag.engine.materialized import MaterializedSequence
 from lazyrag.engine.nodes import NodePlacer, Placed
 from lazyrag.engine.pool import PagePool
@@ -277,6 +279,47 @@ class Runner:
         kv, write = self._computer.compute(run)
         write.done.result()
         return kv, Origin(Tier.NONE, 0, reason_of(outcome, run.source))
+
+    @torch.inference_mode()
+    def look(
+        self, started: Started, prompt: PlacedPrompt, layers: Collection[int]
+    ) -> dict[int, Tensor] | None:
+        """How much the last rows of a prompt attend to each of its nodes.
+
+        Only the layers up to the last of ``layers`` are run.
+
+        Args:
+            started: holds the nodes; ready.
+            prompt: over these nodes, with `MAX_ROWS` live tokens at most.
+            layers: whose attention is measured.
+
+        Returns:
+            By layer fp32 [q_heads, rows, nodes], see `MassStep`; None: no room for the live text.
+        """
+        live = len(prompt.live_ids)
+        pages = self.pool.allocate(live)
+        if pages is None:
+            return None
+        try:
+            held = started.placed.nodes
+            nodes = [
+                SeenNode(held[one.run.key].pages, one.run.used, one.offset, one.first_row)
+                for one in prompt.nodes
+            ]
+            sequence = PagedSequence(self.pool, nodes, pages, live)
+            step = MassStep(
+                self._paged.step([sequence.rows(prompt.live_positions)]),
+                [(sequence, prompt.live_ids, prompt.live_positions)],
+                self.pool,
+                self.model.geometry,
+                layers,
+                stop=True,
+            )
+            with suppress(LayersDone):
+                run(self.model, prompt.live_ids, step, ())
+            return step.masses[0]
+        finally:
+            self.pool.release(pages)
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[Rows]) -> list[Result]:

@@ -260,7 +260,9 @@ def _quality(value: Any) -> Quality:
     try:
         return Quality(value)
     except ValueError:
-        raise RequestError(f"Unknown quality {value!r}: use 'fast' or 'full'.") from None
+        raise RequestError(
+            f"Unknown quality {value!r}: use 'fast', 'balanced', 'best' or 'full'."
+        ) from None
 
 
 def _stop_tuple(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ class PagedSequence:
         names: names the live pages from the first one that is not shared; None = others get none.
         shared: how many leading pages were computed by earlier requests.
         positions: of the tokens in those.
+        temperature, lse_scale: of attention to the nodes, see `NodeSpan` and `RequestRows`. They
+            are no part of the names: live text behind scaled nodes must not be shared.
     """
 
     def __init__(
@@ -49,10 +51,20 @@ class PagedSequence:
         names: LiveNames | None = None,
         shared: int = 0,
         positions: Sequence[int] = (),
+        *,
+        temperature: float = 1.0,
+        lse_scale: float = 1.0,
     ) -> None:
+        scaled = temperature != 1.0 or lse_scale != 1.0
+        if scaled and (names is not None or shared):
+            raise ValueError("live text behind scaled nodes is not shared")
         self._pool = pool
-        self._nodes = nodes
-        self._seen = tuple(NodeSpan(n.pages, n.length, n.offset) for n in nodes)
+        self.nodes = nodes
+        self._lse_scale = lse_scale
+        self._seen = tuple(
+            NodeSpan(node.pages, node.length, node.offset, temperature=temperature)
+            for node in nodes
+        )
         self._last_first_row = max((node.first_row for node in nodes), default=0)
         self._names = names
         self._full_pages = shared
@@ -74,10 +86,25 @@ class PagedSequence:
         nodes = self._seen  # the same tuple for every row behind the last node
         if first < self._last_first_row:
             nodes = tuple(
-                NodeSpan(node.pages, node.length, node.offset, max(0, node.first_row - first))
-                for node in self._nodes
+                replace(seen, first_row=max(0, node.first_row - first))
+                for seen, node in zip(self._seen, self.nodes, strict=True)
             )
-        return RequestRows(live, nodes), self._slots[first : self._length]
+        return RequestRows(live, nodes, self._lse_scale), self._slots[first : self._length]
+
+    @property
+    def length(self) -> int:
+        """Live tokens so far, those of the step being planned included."""
+        return self._length
+
+    def rewind(self, length: int) -> None:
+        """Forget the live tokens from number ``length`` on; others take their slots.
+
+        Raises:
+            ValueError: there are fewer.
+        """
+        if not 0 <= length <= self._length:
+            raise ValueError(f"{length} of {self._length} live tokens cannot be kept")
+        self._length = length
 
     def extend(self, position: int) -> None:
         """Count one more live token, in a pass that needs no new plan."""

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -14,11 +14,13 @@ import torch
 
 from lazyrag.engine.answer import Answer, Pinning, Scoring, Task
 from lazyrag.engine.generation import Deliver
+from lazyrag.engine.looking import Looking
 from lazyrag.engine.metrics import Metrics
 from lazyrag.engine.request import Request
 from lazyrag.engine.runner import Runner
 from lazyrag.engine.scheduler import READ_AHEAD, Scheduler
 from lazyrag.errors import LazyRagError, RequestError
+from lazyrag.prompt.segments import PlacedPrompt
 
 T = TypeVar("T")
 
@@ -72,6 +74,16 @@ class Worker:
             RequestError: the worker is closed.
         """
         return self._put(Pinning(request, self._runner, deliver, self._metrics))
+
+    def look(
+        self, request: Request, prompt: PlacedPrompt, layers: Collection[int], deliver: Deliver
+    ) -> Task:
+        """Put a look at a prompt in line; see `Looking`.
+
+        Raises:
+            RequestError: the worker is closed.
+        """
+        return self._put(Looking(request, prompt, layers, self._runner, deliver, self._metrics))
 
     def _put(self, task: Task) -> Task:
         self._check_process()

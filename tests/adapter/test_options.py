@@ -33,7 +33,7 @@ def test_none_switches_off_what_can_be_off() -> None:
     [
         ({"tools": []}, "X knows no argument 'tools'; it takes .*temperature"),
         ({"max_tokens": 3, "max_new_tokens": 3}, "given twice"),
-        ({"quality": "best"}, "'fast' or 'full'"),
+        ({"quality": "good"}, "'fast', 'balanced', 'best' or 'full'"),
     ],
 )
 def test_others_are_refused(arguments: dict[str, object], words: str) -> None:

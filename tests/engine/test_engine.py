@@ -82,7 +82,9 @@ def test_report_as_json_is_complete(engine: Engine):
     engine.precompute([text(1)])
     data = engine.chat(question(text(1)), max_new_tokens=3).report.to_dict()
     assert data["version"] == 1
-    assert set(data["nodes"][0]) == {"key", "tokens", "offset", "tier", "status", "reason"}
+    assert set(data["nodes"][0]) == {
+        "key", "tokens", "offset", "tier", "status", "reason", "given"
+    }  # fmt: skip
     for name in (
         "nodes_reused",
         "nodes_recomputed",
@@ -508,7 +510,7 @@ def test_seeds_repeat_and_differ(engine: Engine):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"quality": "best"}, "best"),
+        ({"quality": "good"}, "good"),
         ({"temperature": -1}, "temperature"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"tempreature": 1}, "tempreature"),

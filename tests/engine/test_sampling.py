@@ -227,7 +227,10 @@ class TestMakeOptions:
     def test_unknown_quality(self, given: Any) -> None:
         with pytest.raises(RequestError) as caught:
             make_options(None, {"quality": given})
-        assert str(caught.value) == f"Unknown quality {given!r}: use 'fast' or 'full'."
+        assert (
+            str(caught.value)
+            == f"Unknown quality {given!r}: use 'fast', 'balanced', 'best' or 'full'."
+        )
 
     @pytest.mark.parametrize(
         ("given", "expected"),

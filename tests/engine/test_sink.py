@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lazyrag.engine.sink import sink_ids
+from lazyrag.engine.sink import _NEUTRAL, sink_ids
 from lazyrag.prompt.tokenise import PromptTokenizer
 from tests.support.tiny import CHATML, tiny_tokenizer
 
@@ -12,6 +12,7 @@ NO_SYSTEM = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}"
     "{% endif %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
 )
+SYSTEM = "Answer the question with the help of the documents."
 HEADING = "Documents:\n\n"
 
 
@@ -25,6 +26,8 @@ HEADING = "Documents:\n\n"
             "documents",
             "system\nAnswer the question with the help of the documents.\nuser\n" + HEADING,
         ),
+        (CHATML, "passages", f"system\n{SYSTEM}\nuser\n{HEADING}{_NEUTRAL}"),
+        (NO_SYSTEM, "passages", f"user\n{HEADING}{_NEUTRAL}"),
         (CHATML, "My own <|im_start|> text", "My own <|im_start|> text"),
         (NO_SYSTEM, "documents", "user\n" + HEADING),
         (NO_SYSTEM, "template", "user\n"),
@@ -46,7 +49,7 @@ DATED = (
 )
 
 
-@pytest.mark.parametrize("sink", ["template", "documents"])
+@pytest.mark.parametrize("sink", ["template", "documents", "passages"])
 def test_a_sink_is_the_same_every_day(sink: str, monkeypatch):
     """A template that writes the date must not change every key of a store at midnight."""
     import datetime

@@ -106,6 +106,40 @@ def test_cpu_equals_reference(case, window, tile_rows, monkeypatch):
     assert_close(case, *world.both(world.batch, window), TOLERANCE)
 
 
+def scaled(batch: Batch, lse_scale: float, temperature: float) -> Batch:
+    """The same batch with a group scale and temperatures; every other one is squared."""
+    return Batch(
+        tuple(
+            replace(
+                request,
+                nodes=tuple(
+                    replace(node, temperature=temperature ** (1 + number % 2))
+                    for number, node in enumerate(request.nodes)
+                ),
+                lse_scale=lse_scale,
+            )
+            for request in batch.requests
+        ),
+        batch.page_size,
+    )
+
+
+@pytest.mark.parametrize("tile_rows", [256, 3], ids=["one-tile", "tiles-of-3"])
+@pytest.mark.parametrize("window", [None, 8], ids=["full", "window-8"])
+@pytest.mark.parametrize(("lse_scale", "temperature"), [(0.8, 1.0), (1.0, 0.7), (1.2, 0.9)])
+@pytest.mark.parametrize("case", CASES)
+def test_temperature_and_group_scale(case, lse_scale, temperature, window, tile_rows, monkeypatch):
+    """As the reference has them; the twin without them differs wherever a row sees a node."""
+    monkeypatch.setattr(cpu_module, "MAX_TILE_ROWS", tile_rows)
+    world = World(*CASES[case])
+    batch = scaled(world.batch, lse_scale, temperature)
+    reference, actual = world.both(batch, window)
+    assert_close(case, reference, actual, TOLERANCE)
+    if case != "no-node":
+        _, plain = world.both(world.batch, window)
+        assert_far(case, reference, plain, TOLERANCE)
+
+
 @pytest.mark.parametrize("case", ["one-node", "ragged-lengths", "7-to-1"])
 def test_a_shifted_node_is_seen(case):
     """Twin: with one node one position off, the fast path must differ from the right reference."""

@@ -167,7 +167,7 @@ def test_unknown_argument_of_a_call_is_refused_by_name(chat: ChatLazyKV, name: s
     ("arguments", "words"),
     [
         ({}, "needs a model"),
-        ({"model": "smollm2", "quality": "best"}, "'fast' or 'full'"),
+        ({"model": "smollm2", "quality": "good"}, "'fast', 'balanced', 'best' or 'full'"),
         ({"model": "smollm2", "n_ctx": 1}, "no setting n_ctx; it has .*temperature"),
         ({"model": "smollm2", "top_p": 7}, "top_p must be"),
         ({"model": "smollm2", "stop": [""]}, "stop must be"),

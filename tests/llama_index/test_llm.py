@@ -129,7 +129,7 @@ def test_stop_strings_end_every_form_and_never_show(engine: Engine) -> None:
     [
         ({"functions": []}, "knows no argument 'functions'"),
         ({"max_tokens": 1, "max_new_tokens": 2}, "given twice"),
-        ({"quality": "best"}, "'fast' or 'full'"),
+        ({"quality": "good"}, "'fast', 'balanced', 'best' or 'full'"),
         ({"temperature": -1.0}, "temperature"),
         ({"max_tokens": 100_000}, "context window"),
     ],
@@ -182,7 +182,7 @@ def test_metadata_is_the_engines(llm: LazyKVLLM, engine: Engine) -> None:
     ("arguments", "words"),
     [
         ({}, "needs a model"),
-        ({"model": "smollm2", "quality": "best"}, "'fast' or 'full'"),
+        ({"model": "smollm2", "quality": "good"}, "'fast', 'balanced', 'best' or 'full'"),
         ({"model": "smollm2", "tools": 1}, "tools"),
     ],
 )

@@ -9,6 +9,9 @@ accumulates the output:
 
     scores  [kv_heads, tile_rows * group, keys]      keys = node ranges, then live ranges; the
                                                      tile's own tokens are the last columns
+
+A node's temperature is a factor on its rotated query; the group scale moves all node columns of a
+row by the same amount (see `lazyrag_kernels.attention.reference`).
 """
 
 from __future__ import annotations
@@ -47,6 +50,9 @@ class _Tile:
     ranges: tuple[_Range, ...]
     keys: int
     key_positions: Tensor  # int64 [keys]
+    node_keys: int  # the first columns
+    sharpness: Tensor | None  # fp32 [segments], 1 / temperature; None = all 1
+    lse_scale: float
 
 
 class CpuStep:
@@ -58,11 +64,6 @@ class CpuStep:
     """
 
     def __init__(self, batch: Batch, q_heads: int, head_dim: int) -> None:
-        for request in batch.requests:
-            if request.lse_scale != 1.0:
-                raise ValueError("the torch path does not support lse_scale")
-            if any(node.temperature != 1.0 for node in request.nodes):
-                raise ValueError("the torch path does not support temperature")
         self._tiles: list[_Tile] = []
         self._tables: dict[Rotary, list[tuple[Tensor, Tensor]]] = {}
         self._masks: dict[int | None, list[Tensor | None]] = {}
@@ -111,6 +112,9 @@ def _tiles(
     live = request.live
     nodes = [node for node in request.nodes if node.length]
     offsets = torch.tensor([node.offset for node in nodes] + [0])
+    sharpness = None
+    if any(node.temperature != 1.0 for node in nodes):
+        sharpness = torch.tensor([1 / node.temperature for node in nodes] + [1.0])
     keys = sum(node.length for node in nodes) + live.length
     row_bytes = 4 * q_heads * (keys + offsets.numel() * head_dim)  # scores and rotated queries
     tile_rows = max(1, min(MAX_TILE_ROWS, TILE_BYTES // row_bytes))
@@ -144,6 +148,9 @@ def _tiles(
                 ranges=tuple(ranges),
                 keys=column,
                 key_positions=torch.cat([positions for *_, positions in segments]),
+                node_keys=column - live_length,
+                sharpness=sharpness,
+                lse_scale=request.lse_scale,
             )
         )
     return tiles
@@ -181,6 +188,8 @@ def _attend_tile(
     # [segments, rows, q_heads, head_dim] -> [segments, kv_heads, rows * group, head_dim]
     scaled = q.float() * layer.scale
     rotated = rotate(scaled, cos.unsqueeze(2), sin.unsqueeze(2), layer.rotary.interleaved)
+    if tile.sharpness is not None:
+        rotated = rotated * tile.sharpness.to(rotated.device)[:, None, None, None]
     rotated = rotated.to(q.dtype)
     rotated = rotated.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     parts = []
@@ -193,6 +202,8 @@ def _attend_tile(
     if hidden is not None:
         by_row = scores[:, :, -hidden.shape[1] :].unflatten(1, (rows, group))
         by_row.masked_fill_(hidden[:, None], float("-inf"))
+    if tile.lse_scale != 1.0 and tile.node_keys:
+        _scale_nodes(scores[:, :, : tile.node_keys], tile.lse_scale)
     weights = torch.softmax(scores, dim=-1, out=scores)
     sums = torch.zeros_like(rotated[0], dtype=torch.float32)  # rounded once, however many ranges
     for span in tile.ranges:
@@ -202,3 +213,14 @@ def _attend_tile(
         else:
             sums += torch.bmm(weights[:, :, span.columns], v)
     out.copy_(sums.unflatten(1, (rows, group)).permute(1, 0, 2, 3).flatten(1, 2))
+
+
+def _scale_nodes(scores: Tensor, lse_scale: float) -> None:
+    """Make the log-sum-exp of each row ``lse_scale`` times what it is; a row of -inf stays.
+
+    Args:
+        scores: [kv_heads, rows * group, node keys], changed in place.
+        lse_scale: see `RequestRows`.
+    """
+    lse = scores.float().logsumexp(dim=-1, keepdim=True)
+    scores += torch.where(lse.isfinite(), (lse_scale - 1) * lse, 0.0).to(scores.dtype)

@@ -1,0 +1,132 @@
+"""Questions with documents and gold answers, and who would have retrieved which document first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from lazyrag.errors import RequestError
+
+K1, B = 1.2, 0.75
+"""Of BM25, the usual values (Robertson and Zaragoza 2009)."""
+
+
+class Half(StrEnum):
+    """Settings tuned on one half are reported on the other."""
+
+    A = "A"
+    B = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One question.
+
+    Attributes:
+        set: name of the file it is from.
+        id: unique in its set.
+        question: as asked.
+        answers: gold answers, at least one.
+        texts: the documents as they stand in a prompt, title first.
+        gold: numbers of the documents that hold the answer; empty = not known.
+    """
+
+    set: str
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    texts: tuple[str, ...]
+    gold: frozenset[int]
+
+    @property
+    def half(self) -> Half:
+        """By a hash of the id, so that it never changes."""
+        return Half.A if self.seed % 2 == 0 else Half.B
+
+    @property
+    def seed(self) -> int:
+        """Of whatever is chosen at random for this example."""
+        return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "big")
+
+
+def read_examples(path: Path, count: int | None = None) -> list[Example]:
+    """The first ``count`` examples of a file of JSON lines.
+
+    A line has ``id``, ``question``, ``answers`` (a list), ``documents`` (a list of ``id``,
+    ``title``, ``text``) and may have ``gold`` (ids of documents).
+
+    Raises:
+        RequestError: the file cannot be read, or a line lacks something; says which.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} cannot be read: {error}.") from None
+    examples: list[Example] = []
+    seen: set[str] = set()
+    for number, line in enumerate(lines, 1):
+        if count is not None and len(examples) >= count:
+            break
+        if not line.strip():
+            continue
+        example = _example(path.stem, line, f"{path}, line {number}")
+        if example.id in seen:
+            raise RequestError(f"{path}, line {number}: the id {example.id!r} occurs twice.")
+        seen.add(example.id)
+        examples.append(example)
+    if not examples:
+        raise RequestError(f"{path} holds no example.")
+    return examples
+
+
+def _example(name: str, line: str, where: str) -> Example:
+    try:
+        raw: dict[str, Any] = json.loads(line)
+        documents = raw["documents"]
+        texts = [f"{one.get('title', '')}\n{one['text']}".strip() for one in documents]
+        gold = set(raw.get("gold", ()))
+        made = Example(
+            set=name,
+            id=str(raw["id"]),
+            question=str(raw["question"]),
+            answers=tuple(str(answer) for answer in raw["answers"]),
+            texts=tuple(texts),
+            gold=frozenset(n for n, one in enumerate(documents) if one.get("id") in gold),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RequestError(
+            f"{where} is no example: {error!r}. Needed: id, question, answers, documents (each "
+            "with title and text)."
+        ) from None
+    if not made.answers or not all(made.answers) or not all(texts) or len(set(texts)) < len(texts):
+        raise RequestError(f"{where}: answers and documents must not be empty, nor occur twice.")
+    return made
+
+
+def bm25_ranking(question: str, texts: Sequence[str]) -> list[int]:
+    """Numbers of the texts, the best match first; document frequencies are those of ``texts``."""
+    documents = [Counter(words(text)) for text in texts]
+    lengths = [sum(counts.values()) for counts in documents]
+    mean = sum(lengths) / len(lengths) or 1.0
+    scores = [0.0] * len(texts)
+    for word in set(words(question)):
+        having = sum(word in counts for counts in documents)
+        rarity = math.log(1 + (len(texts) - having + 0.5) / (having + 0.5))
+        for number, counts in enumerate(documents):
+            often = counts[word]
+            damped = often + K1 * (1 - B + B * lengths[number] / mean)
+            scores[number] += rarity * often * (K1 + 1) / damped
+    return sorted(range(len(texts)), key=lambda number: (-scores[number], number))
+
+
+def words(text: str) -> list[str]:
+    """The words of a text, case folded."""
+    return re.findall(r"\w+", text.casefold())

@@ -1,0 +1,209 @@
+"""What `lazyrag bench quality` compares: ways to treat the nodes of one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from lazyrag.engine.sink import DOCUMENTS, NONE, PASSAGES, TEMPLATE
+from lazyrag.quality.moves import Offsets
+
+OWN_SINK = "own"
+"""The prompt's own live text before its first node, as at query time."""
+
+
+class Chooser(StrEnum):
+    """Who chooses nodes."""
+
+    NOBODY = "-"
+    ATTENTION = "attention"
+    RETRIEVER = "retriever"
+    BOTH = "both"
+    """The two rankings as one (`lazyrag.quality.choice.together`)."""
+    RANDOM = "random"
+    GOLD = "gold"
+    """The documents said to hold the answer, then the retriever's: a bound, not a method."""
+
+
+class Kept(StrEnum):
+    """Which nodes are in the prompt."""
+
+    ALL = "all"
+    CHOSEN = "chosen"
+    NONE = "none"
+
+
+class Use(StrEnum):
+    """How the nodes that are in the prompt get their K and V."""
+
+    REUSED = "reused"
+    CHOSEN_ANEW = "chosen anew"
+    """The chosen ones are computed with the request, the others reused."""
+    HEADS_ANEW = "heads anew"
+    """The first tokens of every node are computed with the request (EPIC, arXiv 2410.15332)."""
+    ANEW = "anew"
+    """Full attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table.
+
+    Attributes:
+        name: unique.
+        kept, use: see there.
+        sink: what reused nodes were encoded behind.
+        chooser, count: so many nodes are chosen;
+        limit: or, with count 0, as many as fit, best first, into this share of full's work.
+        last: whether the chosen stand last; else every node stays where it is.
+        best_last: the best of them last of all; else they keep their order.
+        offsets: where reused nodes lie.
+        temperature, lse_scale: of attention to reused nodes.
+        tunable: whether tuning may choose it (no control, no bound).
+    """
+
+    name: str
+    kept: Kept = Kept.ALL
+    use: Use = Use.REUSED
+    sink: str = DOCUMENTS
+    chooser: Chooser = Chooser.NOBODY
+    count: int = 0
+    limit: float = 0.0
+    last: bool = False
+    best_last: bool = False
+    offsets: Offsets = Offsets.IN_LINE
+    temperature: float = 1.0
+    lse_scale: float = 1.0
+    tunable: bool = False
+
+
+NO_DOCUMENTS = Setting("no documents", Kept.NONE, Use.ANEW)
+FULL = Setting("full", use=Use.ANEW)
+FAST = Setting("fast", tunable=True)
+
+
+def anew(
+    chooser: Chooser,
+    count: int = 0,
+    *,
+    limit: float = 0.0,
+    last: bool = True,
+    best_last: bool = False,
+    sink: str = DOCUMENTS,
+) -> Setting:
+    """The chosen nodes are computed anew."""
+    place = ("best last" if best_last else "last") if last else "in place"
+    behind = "" if sink == DOCUMENTS else f", sink {sink}"
+    return Setting(
+        f"{chooser} {_amount(count, limit)} {place}{behind}",
+        use=Use.CHOSEN_ANEW,
+        sink=sink,
+        chooser=chooser,
+        count=count,
+        limit=limit,
+        last=last,
+        best_last=best_last,
+        tunable=chooser in (Chooser.ATTENTION, Chooser.RETRIEVER, Chooser.BOTH),
+    )
+
+
+def controls(setting: Setting) -> list[Setting]:
+    """What a setting that computes nodes anew has to be compared with."""
+    chosen = f"{setting.chooser} {_amount(setting.count, setting.limit)}"
+    plain = replace(setting, tunable=False)
+    plain_full = replace(plain, use=Use.ANEW, offsets=Offsets.IN_LINE)
+    return [
+        replace(plain_full, name=f"only {chosen}", kept=Kept.CHOSEN),
+        replace(plain_full, name=f"full, {chosen} last"),
+        replace(plain, name=f"reused, {setting.name}", use=Use.REUSED),
+    ]
+
+
+def _amount(count: int, limit: float) -> str:
+    return str(count) if count else f"to {limit:.0%}"
+
+
+def moved(setting: Setting, offsets: Offsets) -> Setting:
+    """The same setting with other offsets of reused nodes."""
+    return replace(setting, name=f"{setting.name}, {offsets}", offsets=offsets)
+
+
+def behind(setting: Setting, sink: str) -> Setting:
+    """The same setting with nodes encoded behind another sink."""
+    return replace(setting, name=f"{setting.name}, sink {sink}", sink=sink)
+
+
+def scaled(setting: Setting, temperature: float, lse_scale: float) -> Setting:
+    """The same setting with other attention to reused nodes."""
+    return replace(
+        setting,
+        name=f"{setting.name}, T {temperature:g} S {lse_scale:g}",
+        temperature=temperature,
+        lse_scale=lse_scale,
+    )
+
+
+_SCALES = ((0.9, 0.9), (0.8, 0.8), (0.9, 0.8), (0.9, 1.0), (1.0, 0.9), (1.1, 1.0))
+_ATTENTION, _RETRIEVER, _BOTH = Chooser.ATTENTION, Chooser.RETRIEVER, Chooser.BOTH
+LOOK = behind(FAST, PASSAGES)
+"""How nodes are treated while it is measured which of them a question attends to."""
+
+
+def _together(setting: Setting) -> Setting:
+    """Nodes behind `PASSAGES`, from one start: what the rungs of the ladder have in common."""
+    return moved(behind(setting, PASSAGES), Offsets.ONE_START)
+
+
+BALANCED = _together(anew(_ATTENTION, limit=0.25, best_last=True))
+BEST = behind(anew(_ATTENTION, limit=0.4, best_last=True), PASSAGES)
+
+SHORT: tuple[Setting, ...] = (
+    NO_DOCUMENTS,
+    FULL,
+    FAST,
+    LOOK,
+    _together(FAST),
+    BALANCED,
+    BEST,
+    _together(anew(_RETRIEVER, limit=0.25, best_last=True)),
+    _together(anew(Chooser.RANDOM, limit=0.25)),
+    *controls(BALANCED),
+)
+"""The ladder and its controls."""
+
+EVERYTHING: tuple[Setting, ...] = (
+    *SHORT,
+    *(behind(FAST, sink) for sink in (NONE, TEMPLATE, OWN_SINK)),
+    replace(FAST, name="heads anew", use=Use.HEADS_ANEW),
+    *(moved(FAST, offsets) for offsets in (Offsets.ONE_START, Offsets.ONE_END, Offsets.NEAR)),
+    *(moved(LOOK, offsets) for offsets in (Offsets.ONE_END, Offsets.NEAR)),
+    *(scaled(FAST, *scale) for scale in _SCALES),
+    *(scaled(LOOK, *scale) for scale in _SCALES[:2]),
+    *(scaled(_together(FAST), *scale) for scale in _SCALES[:2]),
+    *(anew(_ATTENTION, count) for count in (1, 2, 3)),
+    *(anew(_ATTENTION, count, last=False) for count in (1, 2)),
+    *(anew(_ATTENTION, limit=limit, best_last=True) for limit in (0.25, 0.4)),
+    behind(anew(_ATTENTION, limit=0.25, best_last=True), PASSAGES),
+    _together(anew(_ATTENTION, limit=0.4, best_last=True)),
+    *(_together(anew(_ATTENTION, count, best_last=True)) for count in (1, 2, 3)),
+    _together(anew(_BOTH, limit=0.25, best_last=True)),
+    _together(anew(_RETRIEVER, 1)),
+    *(anew(Chooser.GOLD, count) for count in (1, 2)),
+    scaled(BALANCED, 0.9, 0.9),
+    *controls(_together(anew(_ATTENTION, 1)))[:2],
+    controls(BEST)[0],
+)  # fmt: skip
+"""What a whole run compares."""
+
+
+def named(settings: Sequence[Setting], names: Sequence[str]) -> list[Setting]:
+    """Those of the given names, in the order of ``settings``.
+
+    Raises:
+        ValueError: there is none of a name.
+    """
+    unknown = set(names) - {setting.name for setting in settings}
+    if unknown:
+        raise ValueError(f"no setting is called {', '.join(sorted(map(repr, unknown)))}")
+    return [setting for setting in settings if setting.name in names]

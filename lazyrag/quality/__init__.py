@@ -1,0 +1,1 @@
+"""Answer quality: which nodes are computed anew, where they stand, how attention treats them."""

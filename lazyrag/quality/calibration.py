@@ -1,0 +1,58 @@
+"""What was found out about a checkpoint, kept in the cache under the digest of its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lazyrag.model.cache_dir import JsonCache
+from lazyrag.model.load import LoadedModel
+from lazyrag.quality.choice import Head
+
+CACHE = "calibrations.json"
+VERSION = 1
+"""Raised when the procedure finds something else; old results are then not used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was found out about a checkpoint.
+
+    Attributes:
+        heads: the best first.
+        shares: of each, its attention to the right node over that to all nodes, mean; chance is
+            one part in as many as there were nodes.
+        questions: how many were asked.
+    """
+
+    heads: tuple[Head, ...]
+    shares: tuple[float, ...]
+    questions: int
+
+
+def _name(model: LoadedModel) -> str:
+    return f"{model.weights_digest}|{VERSION}"
+
+
+def remember(model: LoadedModel, found: Calibration) -> None:
+    """Keep a calibration for every later use of these weights on this machine."""
+    heads = [list(head) for head in found.heads]
+    kept = {"heads": heads, "shares": list(found.shares), "questions": found.questions}
+    JsonCache(CACHE).put(_name(model), kept)
+
+
+def recall(model: LoadedModel) -> Calibration | None:
+    """The kept calibration of these weights, if there is one that can be read."""
+    kept = JsonCache(CACHE).read().get(_name(model))
+    if not isinstance(kept, dict):
+        return None
+    try:
+        heads = tuple(Head(int(layer), int(head)) for layer, head in kept["heads"])
+        found = Calibration(heads, tuple(map(float, kept["shares"])), int(kept["questions"]))
+    except (TypeError, KeyError, ValueError):
+        return None
+    geometry = model.geometry
+    known = all(
+        0 <= head.layer < len(geometry.layers) and 0 <= head.head < geometry.q_heads
+        for head in heads
+    )
+    return found if heads and known else None

@@ -1,0 +1,130 @@
+"""The rungs between reusing every node and computing everything: one setting, `Quality`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from lazyrag.prompt.segments import LiveRun, NodeRun, Run
+from lazyrag.quality import choice, moves
+from lazyrag.quality.moves import Offsets
+from lazyrag.types import Quality
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """How a quality treats the nodes of a prompt.
+
+    Attributes:
+        limit: nodes are computed anew, the most wanted first, while all tokens that go through the
+            model stay within this share of full attention's.
+        offsets: where the others lie.
+    """
+
+    limit: float
+    offsets: Offsets
+
+
+RUNGS = {
+    Quality.BALANCED: Rung(limit=0.25, offsets=Offsets.ONE_START),
+    Quality.BEST: Rung(limit=0.4, offsets=Offsets.IN_LINE),
+}
+"""Measured in docs/quality.md. `Quality.FAST` and `Quality.FULL` leave a prompt as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A node of a prompt as a rung has it.
+
+    Attributes:
+        run: the node.
+        given: its number in the prompt as given.
+        offset: position of its first token.
+        anew: whether it is computed anew.
+    """
+
+    run: NodeRun
+    given: int
+    offset: int
+    anew: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Climbed:
+    """A prompt as a rung has it.
+
+    Attributes:
+        runs: what is read; nodes computed anew are live text in it.
+        nodes: in the order in which they are read.
+        tokens: of the whole prompt.
+        computed: of live text, nodes computed anew among it.
+        looked: tokens of the pass that chose the nodes, times the share of layers it ran.
+    """
+
+    runs: list[Run]
+    nodes: tuple[Standing, ...]
+    tokens: int
+    computed: int
+    looked: float
+
+    @property
+    def work(self) -> float:
+        """Share of full attention's tokens that go through the model."""
+        return (self.computed + self.looked) / max(1, self.tokens)
+
+
+def climb(
+    runs: Sequence[Run],
+    rung: Rung,
+    ranking: Sequence[int],
+    control_ids: Collection[int],
+    looked: float = 0.0,
+) -> Climbed:
+    """Choose nodes, move them last within their group, and make them live text.
+
+    The prompt keeps every token; nothing but the order and the offsets of nodes of one group
+    changes (see `lazyrag.quality.moves.groups`). In prompts with explicit offsets every token keeps
+    its place.
+
+    Args:
+        runs: of the prompt as given; its last run is live.
+        rung: how far to go.
+        ranking: node numbers, the most wanted first.
+        control_ids: of the tokenizer.
+        looked: tokens already spent on the ranking, see `Climbed`.
+    """
+    nodes = [run for run in runs if isinstance(run, NodeRun)]
+    live = sum(len(run.ids) for run in runs if isinstance(run, LiveRun))
+    tokens = live + sum(node.used for node in nodes)
+    room = rung.limit * tokens - live - looked
+    anew = choice.within(ranking, [node.used for node in nodes], room)
+    found = moves.groups(runs, control_ids)
+    order = moves.placed_last(found, anew, ascending=True)
+    places = [order.index(number) for number in anew]
+    moved = moves.rearranged(runs, order)
+    climbed = moves.computed_anew(moved, places)
+    climbed = moves.offset(climbed, moves.reused_groups(found, places), rung.offsets)
+    return Climbed(
+        runs=climbed,
+        nodes=_standing(moved, climbed, order, places),
+        tokens=tokens,
+        computed=live + sum(nodes[number].used for number in anew),
+        looked=looked,
+    )
+
+
+def _standing(
+    moved: Sequence[Run], climbed: Sequence[Run], order: Sequence[int], anew: Collection[int]
+) -> tuple[Standing, ...]:
+    """Where the nodes of ``moved`` stand in ``climbed``, run by run the same tokens."""
+    found: list[Standing] = []
+    cursor = 0
+    for node, run in zip(moved, climbed, strict=True):
+        offset = cursor if run.offset is None else run.offset
+        if isinstance(node, NodeRun):
+            place = len(found)
+            found.append(Standing(node, order[place], offset, place in anew))
+        cursor = (cursor if isinstance(run, NodeRun) else offset) + (
+            run.used if isinstance(run, NodeRun) else len(run.ids)
+        )
+    return tuple(found)
