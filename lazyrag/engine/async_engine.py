@@ -174,6 +174,22 @@ class AsyncEngine:
         """
         return await asyncio.to_thread(self._engine.release, references, keep)
 
+    async def pin(self, nodes: Iterable[str | NodeKey]) -> None:
+        """As `Engine.pin`. Cancelled, it is done all the same.
+
+        Raises:
+            RequestError: a node is not known or too long, or there is no room for all.
+        """
+        await asyncio.to_thread(self._engine.pin, nodes)
+
+    async def unpin(self, nodes: Iterable[str | NodeKey]) -> None:
+        """As `Engine.unpin`. Cancelled, it is done all the same.
+
+        Raises:
+            RequestError: one is not pinned; nothing changed.
+        """
+        await asyncio.to_thread(self._engine.unpin, nodes)
+
     # life
 
     async def warm_up(self) -> None:

@@ -226,15 +226,27 @@ def test_nodes_are_ingested_registered_and_released(engine, serving):
     assert done[0][0] == 0 and done[-1][0] == done[-1][1] > 0
 
 
-def test_samples_are_those_of_the_engine(engine, serving, monkeypatch):
-    def sample(prompt, n, options=None, **overrides):
-        return [engine.generate(prompt, options, **overrides)] * n
+def test_nodes_are_pinned_and_unpinned(engine, serving):
+    async def life() -> None:
+        await serving.warm_up()
+        await serving.pin([text(1), text(2)])
+        assert serving.stats().now.pinned_bytes > 0
+        answer = await serving.generate(prompt(1, 2), max_new_tokens=2)
+        assert [node.tier for node in answer.report.nodes] == ["device", "device"]
+        await serving.unpin([text(2), text(1)])
+        assert serving.stats().now.pinned_bytes == 0
+        with pytest.raises(RequestError, match="not pinned"):
+            await serving.unpin([text(1)])
 
-    monkeypatch.setattr(engine, "sample", sample, raising=False)
-    answers = run(serving.sample(prompt(0), 3, max_new_tokens=3))
-    assert [answer.token_ids for answer in answers] == [
-        engine.generate(prompt(0), max_new_tokens=3).token_ids
-    ] * 3
+    run(life())
+
+
+def test_samples_are_those_of_the_engine(engine, serving):
+    options = {"max_new_tokens": 6, "temperature": 2.0, "seed": 9}
+    answers = run(serving.sample(prompt(0), 3, **options))
+    expected = engine.sample(prompt(0), 3, **options)
+    assert [answer.token_ids for answer in answers] == [one.token_ids for one in expected]
+    assert len({tuple(answer.token_ids) for answer in answers}) == 3
 
 
 def test_loading_leaves_the_loop_free(checkpoint, tmp_path, monkeypatch):
