@@ -31,6 +31,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.environ["LAZYRAG_CACHE"] = before
 
 
+@pytest.fixture(autouse=True)
+def stored_nodes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny nodes are computed in a moment, and on a busy machine that may be faster than reading
+    them. Tests of the choice itself set this back.
+    """
+    monkeypatch.setattr("lazyrag.engine.costs._CLEARLY", 0.0)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A function from the name of a tiny checkpoint to its folder, made once a session."""

@@ -26,6 +26,9 @@ BATCH_NODES = 64
 """Passages encoded, embedded and listed together: what an interruption may leave unlisted."""
 ROW_BYTES = 16_000
 """Roughly what Chroma writes for one passage: text, vector and search index."""
+MOST_CHARACTERS = 200_000
+"""That are cut into passages at once. Of much longer text a search for the ends of sentences takes
+longer than the 5 seconds it is allowed (nltk)."""
 SPARE_BYTES = 200_000_000
 """Left free on the disk."""
 
@@ -133,7 +136,11 @@ class Ingestion:
                     changed, f"its name alone takes more than half of a passage of {size} tokens"
                 )
                 continue
-            texts = splitter.split_text_metadata_aware(changed.text, name)
+            texts = [
+                text
+                for part in parts_of(changed.text)
+                for text in splitter.split_text_metadata_aware(part, name)
+            ]
             changed.nodes = make_nodes(
                 changed.file.source, changed.file.file_name, changed.digest, texts
             )
@@ -244,6 +251,20 @@ class Ingestion:
         )
         self._place.write_settings(settings)
         return settings
+
+
+def parts_of(text: str) -> Iterator[str]:
+    """A text in parts of at most `MOST_CHARACTERS`; between paragraphs, lines or words if any end
+    in the second half of a part. Put together they are the text.
+    """
+    first = 0
+    while len(text) - first > MOST_CHARACTERS:
+        least, most = first + MOST_CHARACTERS // 2, first + MOST_CHARACTERS
+        ends = (text.rfind(mark, least, most) + len(mark) for mark in ("\n\n", "\n", " "))
+        stop = next((end for end in ends if end > least), most)
+        yield text[first:stop]
+        first = stop
+    yield text[first:]
 
 
 def _texts(changed: ChangedFile) -> list[NodeText]:

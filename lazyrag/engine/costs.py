@@ -13,8 +13,8 @@ from lazyrag.engine.report import Tier
 
 _WEIGHT = 0.2
 """Of the newest sample in the mean of seconds a unit."""
-_CLEARLY = 0.8
-"""Computing takes the device away from others, so it must be faster by a fifth."""
+_CLEARLY, _WORTH_S = 0.8, 0.02
+"""Computing takes the device away from others, so it must be faster by a fifth, and by so much."""
 _HOPE = 0.9
 """What a speed that keeps losing is taken for each time, so that it is tried again."""
 
@@ -99,8 +99,10 @@ class Costs:
         Returns:
             False as long as one of the two was never measured.
         """
-        measured = self.read.measured and self.encode.measured
-        return measured and self.encode.seconds(tokens + tokens_before) < _CLEARLY * read_s
+        if not (self.read.measured and self.encode.measured):
+            return False
+        encode_s = self.encode.seconds(tokens + tokens_before)
+        return encode_s < min(_CLEARLY * read_s, read_s - _WORTH_S)
 
     def bring_s(self, tokens: int, nbytes: int, in_host_memory: bool) -> float:
         """Seconds to bring back a node that is not on the device."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lazyrag.cli import encode
 from lazyrag.cli.documents import (
     EmptyDocumentError,
     SourceFile,
@@ -184,3 +185,15 @@ def test_deeply_nested_html_is_no_problem() -> None:
 
 def test_printable_disarms_the_terminal() -> None:
     assert printable("a\x1b[31mb\r\tc\n\u202e d") == "a\ufffd[31mb\ufffd\tc\n\ufffd d"
+
+
+@pytest.mark.parametrize("mark", ["\n\n", "\n", " ", ""])
+def test_a_long_text_is_cut_in_parts_that_are_the_text(mark: str):
+    """Between paragraphs, lines or words, where there are any."""
+    word = "A sentence about foxes." + mark
+    text = word * (1 + 3 * encode.MOST_CHARACTERS // len(word))
+    parts = list(encode.parts_of(text))
+    assert "".join(parts) == text and 4 <= len(parts) <= 7
+    assert all(0 < len(part) <= encode.MOST_CHARACTERS for part in parts)
+    assert not mark or all(part.endswith(mark) for part in parts[:-1])
+    assert list(encode.parts_of("short")) == ["short"] and list(encode.parts_of("")) == [""]

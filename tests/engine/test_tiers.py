@@ -368,7 +368,13 @@ def test_what_is_forgotten_while_it_is_copied_is_not_kept(monkeypatch):
 # load or compute
 
 
-def test_the_faster_way_by_measured_speeds():
+@pytest.fixture
+def by_speed(monkeypatch: pytest.MonkeyPatch, stored_nodes_are_read: None) -> None:
+    """The choice as it is."""
+    monkeypatch.setattr("lazyrag.engine.costs._CLEARLY", 0.8)
+
+
+def test_the_faster_way_by_measured_speeds(by_speed):
     costs = Costs()
     assert not costs.encoding_is_faster(100, 0, 10.0), "nothing was measured"
     costs.read.record(1000, 1.0)
@@ -376,6 +382,9 @@ def test_the_faster_way_by_measured_speeds():
     assert not costs.encoding_is_faster(100, 0, 1.0), "equal: the device is for others"
     assert costs.encoding_is_faster(100, 0, 1.3)
     assert not costs.encoding_is_faster(100, 100, 1.3), "others are to be computed first"
+    costs.encode = Speed(1e6)
+    costs.encode.record(1_000_000, 1.0)
+    assert not costs.encoding_is_faster(100, 0, 0.019), "it would not be worth it"
 
 
 def test_a_speed_follows_what_is_measured_and_one_that_loses_is_tried_again():
@@ -395,7 +404,7 @@ def test_a_speed_follows_what_is_measured_and_one_that_loses_is_tried_again():
 
 
 @pytest.mark.parametrize(("read_s", "tier"), [(1e-9, "disk"), (1e9, "none")])
-def test_the_report_says_which(open_engine: OpenEngine, read_s: float, tier: str):
+def test_the_report_says_which(open_engine: OpenEngine, by_speed, read_s: float, tier: str):
     engine = open_engine()
     expected = engine.generate(prompt(1), max_new_tokens=6).token_ids
     engine._worker.call(lambda: engine._runner.drop([key(engine, 1)]))
@@ -410,7 +419,7 @@ def test_the_report_says_which(open_engine: OpenEngine, read_s: float, tier: str
     assert answer.report.tokens_reused == (110 if tier == "disk" else 0)
 
 
-def test_a_node_the_store_does_not_have_has_its_own_reason(open_engine: OpenEngine):
+def test_a_node_the_store_does_not_have_has_its_own_reason(open_engine: OpenEngine, by_speed):
     engine = open_engine()
     engine._costs.read.record(1, 1e9)
     engine._costs.encode.record(1, 1e-9)
@@ -988,7 +997,7 @@ def test_warming_up_changes_no_answer(open_engine: OpenEngine):
     check_all_back(engine)
 
 
-def test_reading_is_tried_again_after_a_bad_time(open_engine: OpenEngine):
+def test_reading_is_tried_again_after_a_bad_time(open_engine: OpenEngine, by_speed):
     """A speed that nobody measures any more is not believed for ever."""
     engine = open_engine()
     engine.generate(prompt(1), max_new_tokens=1)
