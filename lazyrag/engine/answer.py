@@ -32,8 +32,10 @@ _CHOSEN = (Reason.LAST_TOKEN, Reason.FASTER, Reason.CHOSEN)
 logger = logging.getLogger("lazyrag")
 
 
-class Task(ABC):
+class Task:
     """A request in line or running; the worker's thread alone changes it.
+
+    One that is no `PassTask` is complete as soon as its nodes are in place.
 
     Args:
         request: placed and checked.
@@ -54,7 +56,6 @@ class Task(ABC):
         self._deliver = deliver
         self._metrics = metrics
         self._submitted = self._admitted = time.perf_counter()
-        self._computed = 0
 
     def admit(self, started: Started) -> None:
         """It has its pages."""
@@ -71,12 +72,31 @@ class Task(ABC):
             RequestError: ``strict``, and a known node had to be computed.
         """
         assert self.started is not None, "it has its pages"
-        self._computed = self.started.reused
         self.report = self.request.report(self.started.origins, self.started.reused)
         self._metrics.started(self.report, self._admitted - self._submitted)
         _check_strict(self.request, self.report)
         self.begun = True
         return None
+
+    def conclude(self, outcome: Outcome | BaseException) -> None:
+        """Tell the reader that it is over; one that cannot be told is nobody else's trouble."""
+        self._metrics.finished(_name_of(outcome))
+        try:
+            self._deliver(outcome)
+        except BaseException:
+            logger.exception("the outcome of a request could not be delivered")
+
+
+class PassTask(Task, ABC):
+    """A request that takes part in forward passes once its nodes are in place."""
+
+    _computed = 0
+
+    def begin(self) -> Outcome | None:
+        """See `Task`."""
+        assert self.started is not None, "it has its pages"
+        self._computed = self.started.reused
+        return super().begin()
 
     @property
     @abstractmethod
@@ -98,16 +118,8 @@ class Task(ABC):
             The outcome when it is complete, not delivered yet.
         """
 
-    def conclude(self, outcome: Outcome | BaseException) -> None:
-        """Tell the reader that it is over; one that cannot be told is nobody else's trouble."""
-        self._metrics.finished(_name_of(outcome))
-        try:
-            self._deliver(outcome)
-        except BaseException:
-            logger.exception("the outcome of a request could not be delivered")
 
-
-class Answer(Task):
+class Answer(PassTask):
     """Writes an answer token by token.
 
     Args:
@@ -188,7 +200,7 @@ class Answer(Task):
         return Generation(self._text.text, self._token_ids, finish, report)
 
 
-class Scoring(Task):
+class Scoring(PassTask):
     """Finds how likely an answer is that is given.
 
     Args:
@@ -272,19 +284,6 @@ class Pinning(Task):
         assert self.started is not None, "it has its pages"
         self._runner.pin(self.started)
         return Pinned(self.report)
-
-    @property
-    def decoding(self) -> bool:
-        """Never: there is nothing to compute."""
-        return False
-
-    def take(self, most: int) -> Rows:
-        """Never called: it ends as it begins."""
-        raise NotImplementedError
-
-    def advance(self, result: int | Tensor) -> Outcome | None:
-        """Never called: it ends as it begins."""
-        raise NotImplementedError
 
 
 def _name_of(outcome: Outcome | BaseException) -> Ending:

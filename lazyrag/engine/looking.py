@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from torch import Tensor
-
 from lazyrag.engine.answer import Task
 from lazyrag.engine.generation import Deliver, Looked, Outcome
 from lazyrag.engine.metrics import Metrics
 from lazyrag.engine.request import Request
-from lazyrag.engine.runner import Rows, Runner
+from lazyrag.engine.runner import Runner
 from lazyrag.prompt.segments import PlacedPrompt
 
 
@@ -47,19 +45,6 @@ class Looking(Task):
         assert self.started is not None, "it has its pages"
         self.begun = True
         return Looked(self._runner.look(self.started, self._prompt, self._layers))
-
-    @property
-    def decoding(self) -> bool:
-        """Never: it ends as it begins."""
-        return False
-
-    def take(self, most: int) -> Rows:
-        """Never called: it ends as it begins."""
-        raise NotImplementedError
-
-    def advance(self, result: int | Tensor) -> Outcome | None:
-        """Never called: it ends as it begins."""
-        raise NotImplementedError
 
     def conclude(self, outcome: Outcome | BaseException) -> None:
         """See `Task`."""

@@ -400,10 +400,21 @@ def write_node_kv(pool: PagePool, geometry: Geometry, k: Tensor, v: Tensor, page
     Args:
         k, v: [layers, tokens, kv_heads, head_dim].
     """
-    device = pool.k.device
     tokens = k.shape[1]
-    slots = pool.slots(pages, 0, tokens)
-    positions = torch.arange(tokens, device=device)
+    write_at(pool, geometry, k, v, pool.slots(pages, 0, tokens), torch.arange(tokens))
+
+
+def write_at(
+    pool: PagePool, geometry: Geometry, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor
+) -> None:
+    """As `write_node_kv`, of tokens of any nodes.
+
+    Args:
+        k, v: [layers, tokens, kv_heads, head_dim].
+        slots, positions: int64 [tokens]: where each goes, and its local position.
+    """
+    device = pool.k.device
+    positions = positions.to(device)
     k, v = k.to(device, pool.k.dtype), v.to(device, pool.v.dtype)
     tables = {
         rotary: cos_sin(rotary, positions) for rotary in {layer.rotary for layer in geometry.layers}

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 from lazyrag_kernels.attention import Pages
-from lazyrag_kernels.kv_write import write_kv
-from lazyrag_kernels.rope import cos_sin
 from torch import Tensor
 
 from lazyrag.engine.attention import paged_attention
+from lazyrag.engine.forward import run
 from lazyrag.engine.mass import MassStep, Rows
+from lazyrag.engine.nodes import write_at
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.sequence import PagedSequence, SeenNode
 from lazyrag.errors import RequestError
@@ -231,40 +231,30 @@ class Passes:
         wrap: Wrapper | None = None,
     ) -> list[Tensor]:
         """One pass; of the last ``wanted`` tokens of each entry logits, fp32 [wanted, vocab]."""
-        model = self._model.model
         step = self._paged.step([sequence.rows(positions) for sequence, _, positions in rows])
         if wrap is not None:
             step = wrap(step, rows)
         ids = [id for _, tokens, _ in rows for id in tokens]
-        tokens = torch.tensor([ids], dtype=torch.int64, device=self._model.device)
-        hidden = seam.hidden_states(model, tokens, step)[0]
-        stops = torch.tensor([len(tokens) for _, tokens, _ in rows]).cumsum(0).tolist()
-        index = [
-            row
-            for stop, count in zip(stops, wanted, strict=True)
-            for row in range(stop - count, stop)
-        ]
-        logits = seam.logits(model, hidden[torch.tensor(index, device=hidden.device)])
-        return list(logits.split(list(wanted)))
+        index: list[int] = []
+        stop = 0
+        for (_, tokens, _), count in zip(rows, wanted, strict=True):
+            stop += len(tokens)
+            index += range(stop - count, stop)
+        return list(run(self._model, ids, step, index).split(list(wanted)))
 
 
 def write_nodes(
     pool: PagePool, geometry: Geometry, encoded: Sequence[StoredKV], places: Sequence[Pages]
 ) -> None:
     """As `lazyrag.engine.nodes.write_node_kv`, many nodes at once, each into its pages."""
-    device = pool.k.device
     slots = torch.cat(
         [pool.slots(pages, 0, len(kv.ids)) for kv, pages in zip(encoded, places, strict=True)]
     )
-    positions = torch.cat([torch.arange(len(kv.ids)) for kv in encoded]).to(device)
-    k = torch.cat([kv.k for kv in encoded], dim=1).to(device, pool.k.dtype)
-    v = torch.cat([kv.v for kv in encoded], dim=1).to(device, pool.v.dtype)
-    tables = {
-        rotary: cos_sin(rotary, positions) for rotary in {layer.rotary for layer in geometry.layers}
-    }
-    for index, layer in enumerate(geometry.layers):
-        cos, sin = tables[layer.rotary]
-        write_kv(pool.k[index], pool.v[index], k[index], v[index], slots, cos, sin)
+    positions = torch.cat([torch.arange(len(kv.ids)) for kv in encoded])
+    k, v = (
+        torch.cat(parts, dim=1) for parts in zip(*((kv.k, kv.v) for kv in encoded), strict=True)
+    )
+    write_at(pool, geometry, k, v, slots, positions)
 
 
 def _packed(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 
-from lazyrag.engine.answer import Task
+from lazyrag.engine.answer import PassTask, Task
 from lazyrag.engine.generation import Outcome
 from lazyrag.engine.runner import Rows, Runner
 from lazyrag.engine.sequence import PagedSequence
@@ -37,7 +37,7 @@ READ_AHEAD = 8
 PLACE_S = 0.05
 """Seconds after which no further node is written into pages before a forward pass."""
 
-Pass = list[tuple[Task, Rows]]
+Pass = list[tuple[PassTask, Rows]]
 """Requests and their next tokens."""
 
 logger = logging.getLogger("lazyrag")
@@ -98,7 +98,7 @@ class Scheduler:
         return bool(admitted or arrived or passes) or self._runner.wait_for_sent()
 
     def _next_tokens(self) -> Pass:
-        ready = [task for task in self._running if task.begun]
+        ready = [task for task in self._running if isinstance(task, PassTask) and task.begun]
         budget = SHARED_STEP_TOKENS if any(task.decoding for task in ready) else STEP_TOKENS
         batch: Pass = []
         for task in sorted(ready, key=lambda task: -task.request.options.priority):

@@ -72,6 +72,18 @@ def disk(monkeypatch) -> Iterator[Disk]:
         event.set()
 
 
+def held_stores(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is stored until the event is set."""
+    go, publish = threading.Event(), KVStore.publish
+
+    def held(store, encoding, nodes):
+        assert go.wait(30)
+        publish(store, encoding, nodes)
+
+    monkeypatch.setattr(KVStore, "publish", held)
+    return go
+
+
 OpenEngine = Callable[..., Engine]
 
 
@@ -682,14 +694,7 @@ def test_an_outcome_waits_for_any_number_of_stores_and_no_longer():
 
 def test_a_time_limit_does_not_wait_for_the_store(open_engine: OpenEngine, monkeypatch):
     engine = open_engine()
-    go = threading.Event()
-    publish = KVStore.publish
-
-    def slow(store, encoding, nodes):
-        assert go.wait(20)
-        publish(store, encoding, nodes)
-
-    monkeypatch.setattr(KVStore, "publish", slow)
+    go = held_stores(monkeypatch)
     answer = engine.generate(prompt(60), max_new_tokens=2, timeout_s=3.0)
     assert answer.token_ids and not engine.store.has(key(engine, 60))
     go.set()
@@ -747,14 +752,7 @@ def test_what_fails_after_pages_were_taken_gives_them_back(open_engine, monkeypa
 
 def test_storing_does_not_hold_reading_up(open_engine: OpenEngine, monkeypatch):
     engine = open_engine()
-    go = threading.Event()
-    publish = KVStore.publish
-
-    def slow(store, encoding, nodes):
-        assert go.wait(30)
-        publish(store, encoding, nodes)
-
-    monkeypatch.setattr(KVStore, "publish", slow)
+    go = held_stores(monkeypatch)
     many = engine.stream(prompt(*range(60, 70)), max_new_tokens=1)
     many.begin()
     wait_for(lambda: len(engine._writer._waiting) == 10)
@@ -766,14 +764,7 @@ def test_storing_does_not_hold_reading_up(open_engine: OpenEngine, monkeypatch):
 def test_no_more_is_computed_than_can_be_stored(open_engine: OpenEngine, monkeypatch):
     monkeypatch.setattr(write_module, "BACKLOG_BYTES", 3 * 110 * 768)
     engine = open_engine()
-    go = threading.Event()
-    publish = KVStore.publish
-
-    def slow(store, encoding, nodes):
-        assert go.wait(30)
-        publish(store, encoding, nodes)
-
-    monkeypatch.setattr(KVStore, "publish", slow)
+    go = held_stores(monkeypatch)
     many = engine.stream(prompt(*range(60, 70)), max_new_tokens=1)
     many.begin()
     wait_for(lambda: len(engine._writer._waiting) == 4)
