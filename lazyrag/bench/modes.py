@@ -272,7 +272,7 @@ def read(bed: Bed, readings: Sequence[Reading]) -> list[int]:
             batch.append(NextTokens(reading.sequence, reading.ids[part], reading.positions[part]))
         launched.append(bed.forward.launch(batch))
     for some, result in zip(passes, launched, strict=True):
-        for (number, _), id in zip(some, result.likeliest()[0], strict=True):
+        for (number, _), id in zip(some, result.fetch()[0], strict=True):
             first_ids[number] = id  # that of the last part stays
     return first_ids
 
@@ -303,5 +303,5 @@ def decode(bed: Bed, requests: Sequence[Asked], new_tokens: int) -> None:
 
 
 def _note(requests: Sequence[Asked], launched: Launched) -> None:
-    for one, id in zip(requests, launched.likeliest()[0], strict=True):
+    for one, id in zip(requests, launched.fetch()[0], strict=True):
         one.tokens.append(id)

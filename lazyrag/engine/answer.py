@@ -11,12 +11,13 @@ from concurrent.futures import CancelledError
 import torch
 from torch import Tensor
 
+from lazyrag.engine.forward import NextTokens
 from lazyrag.engine.generation import Deliver, FinishReason, Generation, Outcome, Pinned, Scores
 from lazyrag.engine.metrics import Metrics
 from lazyrag.engine.metrics import Outcome as Ending
 from lazyrag.engine.report import NodeStatus, Reason, ReuseReport
 from lazyrag.engine.request import Request
-from lazyrag.engine.runner import Rows, Runner, Started
+from lazyrag.engine.runner import Runner, Started
 from lazyrag.engine.sampling import Sampler
 from lazyrag.engine.text_stream import TextStream
 from lazyrag.errors import EngineBusyError, RequestError, RequestTimeoutError
@@ -103,9 +104,14 @@ class PassTask(Task, ABC):
     def decoding(self) -> bool:
         """Whether it needs one token a pass from here on."""
 
+    @property
     @abstractmethod
-    def take(self, most: int) -> Rows:
-        """At most ``most`` tokens for the next forward pass."""
+    def exhausted(self) -> bool:
+        """Whether all its tokens were taken; what came of the last ones may still be on its way."""
+
+    @abstractmethod
+    def take(self, most: int) -> NextTokens:
+        """At most ``most`` tokens for the next forward pass, and at least one."""
 
     @abstractmethod
     def advance(self, result: int | Tensor) -> Outcome | None:
@@ -135,6 +141,7 @@ class Answer(PassTask):
         super().__init__(request, deliver, metrics)
         self._model = model
         self._token_ids: list[int] = []
+        self._asked = 0  # tokens of the answer that passes have chosen or are about to
         self._last = self._submitted
         self._first: float | None = None
 
@@ -150,17 +157,26 @@ class Answer(PassTask):
         """Whether the whole prompt is computed."""
         return self._computed == len(self.request.prompt.live_ids)
 
-    def take(self, most: int) -> Rows:
+    @property
+    def exhausted(self) -> bool:
+        """See `PassTask`."""
+        return self._asked == self.request.new_tokens
+
+    def take(self, most: int) -> NextTokens:
         """See `Task`."""
         assert self.started is not None, "it runs"
         sequence, prompt = self.started.sequence, self.request.prompt
         if self.decoding:
-            position = prompt.next_position + len(self._token_ids) - 1
-            return Rows(sequence, self._token_ids[-1:], [position], 1, self._sampler)
+            known = self._asked == len(self._token_ids)
+            ids = self._token_ids[-1:] if known else None
+            position = prompt.next_position + self._asked - 1
+            self._asked += 1
+            return NextTokens(sequence, ids, [position], 1, self._sampler)
         chunk = slice(self._computed, self._computed + most)
         self._computed = min(chunk.stop, len(prompt.live_ids))
-        ids, positions = prompt.live_ids[chunk], prompt.live_positions[chunk]
-        return Rows(sequence, ids, positions, int(self.decoding), self._sampler)
+        self._asked = wanted = int(self.decoding)
+        read, positions = prompt.live_ids[chunk], prompt.live_positions[chunk]
+        return NextTokens(sequence, read, positions, wanted, self._sampler)
 
     def advance(self, result: int | Tensor) -> Generation | None:
         """Take the next token and deliver what can be shown of it; see `Task`."""
@@ -235,7 +251,12 @@ class Scoring(PassTask):
         """Never: its tokens are known."""
         return False
 
-    def take(self, most: int) -> Rows:
+    @property
+    def exhausted(self) -> bool:
+        """See `PassTask`."""
+        return self._computed == len(self._ids)
+
+    def take(self, most: int) -> NextTokens:
         """See `Task`."""
         assert self.started is not None, "it runs"
         first, stop = self._computed, min(self._computed + most, len(self._ids))
@@ -244,7 +265,7 @@ class Scoring(PassTask):
         self._computed = stop
         wanted = max(0, stop - max(first, self._first_wanted))
         ids, positions = self._ids[first:stop], self._positions[first:stop]
-        return Rows(self.started.sequence, ids, positions, wanted)
+        return NextTokens(self.started.sequence, ids, positions, wanted)
 
     def advance(self, result: int | Tensor) -> Scores | None:
         """Look the next tokens of the answer up; see `Task`."""

@@ -10,45 +10,67 @@ from lazyrag.engine.forward import Launched
 from lazyrag.engine.sampling import Sampler, draw_rows
 
 
-def choose(launched: Launched, samplers: Sequence[Sampler | None]) -> list[int | Exception | None]:
-    """What `Sampler.next` would choose of each row.
+class Choice:
+    """What `Sampler.next` would choose of each row of a pass.
 
-    Answers that take the likeliest token, and those that draw with the same options, cost one copy
-    from the device together; only those under a constraint or a repetition penalty are chosen one
-    by one.
+    Answers that take the likeliest token, and those that draw with the same options, are chosen on
+    the device, before a later pass is launched, which may take them from there; they cost one copy
+    to the host together. Those under a constraint or a repetition penalty are chosen one by one
+    when they are fetched.
 
     Args:
-        launched: a pass; no later one may have been launched unless all take the likeliest.
+        launched: the last pass.
         samplers: one a row of its logits; None = nothing is to be chosen of this row.
-
-    Returns:
-        An id a row, or what went wrong with that row alone.
     """
-    groups: dict[Hashable, list[int]] = {}
-    for row, sampler in enumerate(samplers):
-        if sampler is not None and sampler.kind is not None and sampler.warpers:
-            groups.setdefault(sampler.kind, []).append(row)
-    drawn = []
-    for rows in groups.values():
-        of_kind = [sampler for row in rows if (sampler := samplers[row]) is not None]
-        uniform = torch.tensor([sampler.uniform() for sampler in of_kind], dtype=torch.float64)
-        where = torch.tensor(rows).to(launched.logits.device)
-        scores = launched.logits.index_select(0, where)
-        drawn.append((rows, draw_rows(scores, of_kind[0].warpers, uniform)))
-    ids, tops = launched.likeliest()
-    for rows, tokens in drawn:
-        for row, token in zip(rows, tokens.tolist(), strict=True):
-            ids[row] = token
-    outcomes: list[int | Exception | None] = []
-    for row, (sampler, id, top) in enumerate(zip(samplers, ids, tops, strict=True)):
-        if sampler is None:
-            outcomes.append(None)
-            continue
-        try:
-            if sampler.kind is None:
-                outcomes.append(sampler.next(launched.logits[row]))
-            else:
-                outcomes.append(sampler.accept(id, top))
-        except Exception as error:
-            outcomes.append(error)
-    return outcomes
+
+    def __init__(self, launched: Launched, samplers: Sequence[Sampler | None]) -> None:
+        self._launched = launched
+        self._samplers = samplers
+        groups: dict[Hashable, list[int]] = {}
+        for row, sampler in enumerate(samplers):
+            if sampler is not None and sampler.kind is not None and sampler.warpers:
+                groups.setdefault(sampler.kind, []).append(row)
+        for rows in groups.values():
+            self._draw(rows)
+
+    def _draw(self, rows: Sequence[int]) -> None:
+        """Of samplers of one kind."""
+        samplers = [sampler for row in rows if (sampler := self._samplers[row]) is not None]
+        logits = self._launched.logits
+        uniform = torch.tensor([sampler.uniform() for sampler in samplers], dtype=torch.float64)
+        where = torch.tensor(rows)
+        if logits.device.type == "cuda":  # a copy from ordinary memory would wait for the pass
+            uniform = uniform.pin_memory().to(logits.device, non_blocking=True)
+            where = where.pin_memory().to(logits.device, non_blocking=True)
+        scores = logits.index_select(0, where)
+        self._launched.choose(rows, draw_rows(scores, samplers[0].warpers, uniform))
+
+    @property
+    def on_device(self) -> bool:
+        """Whether everything is chosen there: the next pass may be launched before `fetch`."""
+        return all(sampler is None or sampler.kind is not None for sampler in self._samplers)
+
+    @property
+    def done(self) -> bool:
+        """Whether `fetch` waits for nothing."""
+        return self._launched.done
+
+    def fetch(self) -> list[int | Exception | None]:
+        """An id a row, or what went wrong with that row alone; waits for the pass."""
+        if not any(self._samplers):
+            return [None] * len(self._samplers)
+        outcomes: list[int | Exception | None] = []
+        for row, (sampler, id, top) in enumerate(
+            zip(self._samplers, *self._launched.fetch(), strict=True)
+        ):
+            if sampler is None:
+                outcomes.append(None)
+                continue
+            try:
+                if sampler.kind is None:
+                    outcomes.append(sampler.next(self._launched.logits[row]))
+                else:
+                    outcomes.append(sampler.accept(id, top))
+            except Exception as error:
+                outcomes.append(error)
+        return outcomes

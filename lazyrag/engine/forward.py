@@ -1,4 +1,4 @@
-"""One packed pass: the next tokens of several requests in, logits and the likeliest ids out."""
+"""One packed pass: the next tokens of several requests in, logits and the tokens after them out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from lazyrag_kernels.attention import RequestRows
 from torch import Tensor
 
 from lazyrag.engine.attention import PagedAttention, TritonAttention
+from lazyrag.engine.materialized import MaterializedSequence
+from lazyrag.engine.sampling import Sampler
 from lazyrag.engine.sequence import PagedSequence
 from lazyrag.model import seam
 from lazyrag.model.load import LoadedModel
@@ -21,40 +24,67 @@ PROBE_TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-
 logger = logging.getLogger("lazyrag")
 
 
-@dataclass(slots=True)
+RunningSequence = PagedSequence | MaterializedSequence
+
+
+@dataclass(frozen=True, slots=True)
 class NextTokens:
     """The next tokens of one request.
 
     Attributes:
         sequence: where its KV lies.
-        ids: the tokens; None = one, the likeliest after the last row of this request in the pass
-            before, which need not have been fetched from the device.
+        ids: the tokens; None = one, that which was chosen after the last row of this request in
+            the pass before, which need not have been fetched from the device.
         positions: of the tokens.
         wanted: of how many last tokens the logits are wanted, 0 or more.
+        sampler: chooses what follows the last token; None = the logits themselves are wanted.
     """
 
-    sequence: PagedSequence
+    sequence: RunningSequence
     ids: Sequence[int] | None
     positions: Sequence[int]
     wanted: int = 1
+    sampler: Sampler | None = None
 
 
 class Launched(Protocol):
-    """A pass on its way. Its results may be fetched once another one has been launched."""
+    """A pass on its way. What it has chosen may be fetched once another one has been launched."""
 
     logits: Tensor
     """fp32 [sum of wanted, vocab] on the device; those of a captured pass until the next one."""
 
-    def likeliest(self) -> tuple[list[int], list[float]]:
-        """Of each row of the logits the likeliest id, of equals the lowest, and its logit."""
+    @property
+    def done(self) -> bool:
+        """Whether fetching waits for nothing."""
+        ...
+
+    def choose(self, rows: Sequence[int], ids: Tensor) -> None:
+        """Let other ids than the likeliest follow some rows; before another pass is launched.
+
+        Args:
+            rows: of the logits.
+            ids: integers [rows], on the device.
+        """
+        ...
+
+    def fetch(self) -> tuple[list[int], list[float]]:
+        """Of each row of the logits the id that was chosen, and the largest logit.
+
+        The likeliest id, of equals the lowest, where `choose` has said nothing else.
+        """
         ...
 
 
 class Forward(Protocol):
     """Runs packed passes over one pool."""
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether passes are only begun when `launch` returns."""
+        ...
+
     def launch(self, batch: Sequence[NextTokens]) -> Launched:
-        """Start one pass; a request stands in it once."""
+        """Start one pass; a request stands in it once, and none of `Quality.MATERIALIZED`."""
         ...
 
     def warm_up(self) -> None:
@@ -62,15 +92,22 @@ class Forward(Protocol):
         ...
 
 
-@dataclass(slots=True)
 class EagerLaunched:
-    """See `Launched`."""
+    """See `Launched`; it is done."""
 
-    logits: Tensor
+    done = True
 
-    def likeliest(self) -> tuple[list[int], list[float]]:
-        top, ids = self.logits.max(dim=-1)
-        return ids.tolist(), top.tolist()
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+        self._top, self._ids = logits.max(dim=-1)
+
+    def choose(self, rows: Sequence[int], ids: Tensor) -> None:
+        """See `Launched`."""
+        self._ids[list(rows)] = ids
+
+    def fetch(self) -> tuple[list[int], list[float]]:
+        """See `Launched`."""
+        return self._ids.tolist(), self._top.tolist()
 
 
 class EagerForward:
@@ -81,16 +118,18 @@ class EagerForward:
         attention: over the pool.
     """
 
+    asynchronous = False
+
     def __init__(self, model: LoadedModel, attention: PagedAttention) -> None:
         self._model = model
         self._attention = attention
-        self._before: dict[PagedSequence, int] = {}
+        self._before: dict[RunningSequence, int] = {}
         self._launched: Launched | None = None
 
     def launch(self, batch: Sequence[NextTokens]) -> Launched:
         """See `Forward`."""
         ids = [id for one in batch for id in self._ids(one)]
-        step = self._attention.step([one.sequence.rows(one.positions) for one in batch])
+        step = self._attention.step(packed_rows(batch))
         launched = EagerLaunched(run(self._model, ids, step, wanted_rows(batch)))
         self._before, self._launched = last_rows(batch), launched
         return launched
@@ -102,7 +141,7 @@ class EagerForward:
         if one.ids is not None:
             return one.ids
         assert self._launched is not None, "there was a pass before"
-        return [self._launched.likeliest()[0][self._before[one.sequence]]]
+        return [self._launched.fetch()[0][self._before[one.sequence]]]
 
 
 def run(
@@ -130,6 +169,15 @@ def packed_forward(model: LoadedModel, attention: PagedAttention) -> Forward:
         return EagerForward(model, attention)
 
 
+def packed_rows(batch: Sequence[NextTokens]) -> list[tuple[RequestRows, Tensor]]:
+    """Query rows and slots of a pass over the pool, counted as tokens of their requests."""
+    rows = []
+    for one in batch:
+        assert isinstance(one.sequence, PagedSequence), "it lies in the pool"
+        rows.append(one.sequence.rows(one.positions))
+    return rows
+
+
 def wanted_rows(batch: Sequence[NextTokens]) -> list[int]:
     """Rows of the pass whose logits are wanted."""
     rows: list[int] = []
@@ -140,9 +188,9 @@ def wanted_rows(batch: Sequence[NextTokens]) -> list[int]:
     return rows
 
 
-def last_rows(batch: Sequence[NextTokens]) -> dict[PagedSequence, int]:
+def last_rows(batch: Sequence[NextTokens]) -> dict[RunningSequence, int]:
     """Of each request whose logits are wanted the last row among them."""
-    rows: dict[PagedSequence, int] = {}
+    rows: dict[RunningSequence, int] = {}
     end = 0
     for one in batch:
         end += one.wanted

@@ -2,12 +2,12 @@
 
 A pass is three things in line on the device: small arrays from pinned memory (ids, slots, positions
 and the plan of attention), the decoder over a bucket of tokens, the head over a bucket of wanted
-rows. Nothing waits for the device but `GraphLaunched.likeliest`, and that for its own pass only, so
+rows. Nothing waits for the device but `GraphLaunched.fetch`, and that for its own pass only, so
 that a pass may be planned and launched while the one before it still runs.
 
     inputs   int32 [5, bucket]     ids, rows of the choice before, slots, positions, wanted rows
     hidden   [most, hidden_size]   the wanted rows, from the decoder to the head
-    choice   int32 [2, rows]       likeliest id, and the bits of its logit
+    choice   int32 [2, rows]       chosen id, and the bits of the largest logit
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lazyrag.engine.attention import TritonAttention
-from lazyrag.engine.forward import NextTokens, last_rows, wanted_rows
+from lazyrag.engine.forward import (
+    NextTokens,
+    RunningSequence,
+    last_rows,
+    packed_rows,
+    wanted_rows,
+)
 from lazyrag.engine.sequence import PagedSequence
 from lazyrag.model import seam
 from lazyrag.model.fused import FusedDecoder
@@ -58,15 +64,31 @@ class GraphLaunched:
 
     def __init__(self, logits: Tensor, choice: Tensor) -> None:
         self.logits = logits
-        self._choice = torch.empty(choice.shape, dtype=torch.int32, pin_memory=True)
-        self._choice.copy_(choice, non_blocking=True)
-        self._done = torch.cuda.Event()
-        self._done.record()
+        self._choice = choice
+        self._copy = torch.empty(choice.shape, dtype=torch.int32, pin_memory=True)
+        self._copied = torch.cuda.Event()
+        self._begin_copy()
 
-    def likeliest(self) -> tuple[list[int], list[float]]:
+    def _begin_copy(self) -> None:
+        self._copy.copy_(self._choice, non_blocking=True)
+        self._copied.record()
+
+    @property
+    def done(self) -> bool:
+        """See `lazyrag.engine.forward.Launched`."""
+        return bool(self._copied.query())
+
+    def choose(self, rows: Sequence[int], ids: Tensor) -> None:
+        """See `lazyrag.engine.forward.Launched`."""
+        with torch.cuda.device(ids.device):
+            where = torch.tensor(rows).pin_memory().to(ids.device, non_blocking=True)
+            self._choice[0].index_copy_(0, where, ids.int())
+            self._begin_copy()
+
+    def fetch(self) -> tuple[list[int], list[float]]:
         """Waits for this pass, not for later ones."""
-        self._done.synchronize()
-        ids, top = self._choice
+        self._copied.synchronize()
+        ids, top = self._copy
         return ids.tolist(), top.view(torch.float32).tolist()
 
 
@@ -77,6 +99,8 @@ class GraphForward:
         model: a loaded checkpoint on a GPU; see `FusedDecoder` for what becomes of it.
         attention: over the pool.
     """
+
+    asynchronous = True
 
     def __init__(self, model: LoadedModel, attention: TritonAttention) -> None:
         self._model, self._attention, self._device = model, attention, model.device
@@ -93,8 +117,8 @@ class GraphForward:
         self._memory = _new_memory()
         # Of the pass before:
         self._choice = self._head_choice
-        self._before: dict[PagedSequence, int] = {}  # rows of the choice
-        self._steady: list[tuple[PagedSequence, int]] = []  # requests that decode, and positions
+        self._before: dict[RunningSequence, int] = {}  # rows of the choice
+        self._steady: list[tuple[RunningSequence, int]] = []  # requests that decode, and positions
         self._key: Hashable = None
         self._loaded = 0  # number of the plans in the attention
         self._packed: list[tuple[RequestRows, Tensor]] = []  # rows of this pass, and their slots
@@ -169,17 +193,18 @@ class GraphForward:
         inputs = self._inputs[: 5 * bucket].view(5, bucket)
         inputs[2:4, :count] += 1
         for one in batch:
+            assert isinstance(one.sequence, PagedSequence), "it lies in the pool"
             one.sequence.extend(one.positions[0])
         if all(one.ids is None for one in batch):
             inputs[0, :count] = self._choice[0, :count]
         else:
             send((_pack_ids(batch, self._before, bucket),), self._inputs)
-            self._take_likeliest(batch, inputs)
+            self._take_chosen(batch, inputs)
         return True
 
     def _load(self, batch: Sequence[NextTokens], count: int) -> bool:
         """Plan a pass and bring it to the device; False: it is none that is captured."""
-        self._packed = [one.sequence.rows(one.positions) for one in batch]
+        self._packed = packed_rows(batch)
         self._steady = []
         if count > BUCKETS[-1]:
             return False
@@ -188,7 +213,7 @@ class GraphForward:
             return False
         slots = [slots for _, slots in self._packed]
         send((_pack(batch, self._before, slots, bucket),), self._inputs)
-        self._take_likeliest(batch, self._inputs[: 5 * bucket].view(5, bucket))
+        self._take_chosen(batch, self._inputs[: 5 * bucket].view(5, bucket))
         if all(len(one.positions) == one.wanted == 1 for one in batch):
             self._steady = [(one.sequence, one.positions[0]) for one in batch]
         return True
@@ -203,7 +228,7 @@ class GraphForward:
         self._key = (bucket, *(plan.launches for plan in plans))
         return True
 
-    def _take_likeliest(self, batch: Sequence[NextTokens], inputs: Tensor) -> None:
+    def _take_chosen(self, batch: Sequence[NextTokens], inputs: Tensor) -> None:
         """Fill in the ids that are known on the device only."""
         if any(one.ids is None for one in batch):
             known = self._choice[0].index_select(0, inputs[1].clamp(min=0))
@@ -224,7 +249,7 @@ class GraphForward:
         packed = self._packed
         inputs = torch.empty(5, rows, dtype=torch.int32, device=self._device)
         send((_pack(batch, self._before, [slots for _, slots in packed], rows),), inputs.view(-1))
-        self._take_likeliest(batch, inputs)
+        self._take_chosen(batch, inputs)
         plans = self._attention.plan([request for request, _ in packed])
         self._attention.load(plans, inputs[2], inputs[3])
         zeros = torch.zeros(1, rows, dtype=torch.int64, device=inputs.device)
@@ -308,7 +333,7 @@ def _choose(logits: Tensor) -> Tensor:
 
 
 def _pack_ids(
-    batch: Sequence[NextTokens], before: dict[PagedSequence, int], width: int
+    batch: Sequence[NextTokens], before: dict[RunningSequence, int], width: int
 ) -> NDArray[np.int32]:
     """int32 [2, width]: ids, and rows of the choice before (-1 = none) where they are not known."""
     packed = np.zeros((2, width), np.int32)
@@ -326,7 +351,7 @@ def _pack_ids(
 
 def _pack(
     batch: Sequence[NextTokens],
-    before: dict[PagedSequence, int],
+    before: dict[RunningSequence, int],
     slots: Sequence[Tensor],
     width: int,
 ) -> NDArray[np.int32]:

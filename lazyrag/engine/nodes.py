@@ -313,11 +313,16 @@ class NodePlacer:
                     break
         return moved
 
+    @property
+    def must_compute(self) -> bool:
+        """Whether `compute_next` would compute a node."""
+        return not self._computer.must_wait and any(map(_is_due, self._arriving.values()))
+
     def compute_next(self) -> bool:
         """Compute the most urgent node that is to be; False when there is none, or not yet."""
-        due = [a for a in self._arriving.values() if a.reason and not a.sent and not a.error]
-        if not due or self._computer.must_wait:
+        if not self.must_compute:
             return False
+        due = filter(_is_due, self._arriving.values())
         arrival = min(due, key=lambda arrival: arrival.urgency)
         try:
             kv, arrival.write = self._computer.compute(arrival.run)
@@ -387,6 +392,10 @@ class NodePlacer:
             arrival.origin = Origin(fetch.tier, fetch.nbytes)
         del self._arriving[run.key]
         self._fetcher.settled(run.key)
+
+
+def _is_due(arrival: Arrival) -> bool:
+    return bool(arrival.reason and not arrival.sent and not arrival.error)
 
 
 def _some(found: T | None) -> T:

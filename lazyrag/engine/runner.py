@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lazyrag.engine.attention import paged_attention
-from lazyrag.engine.choose import choose
+from lazyrag.engine.choose import Choice
 from lazyrag.engine.compute import NodeComputer, reason_of
 from lazyrag.engine.fetch import Fetcher
-from lazyrag.engine.forward import EagerLaunched, Launched, NextTokens, packed_forward, run
+from lazyrag.engine.forward import (
+    EagerLaunched,
+    Launched,
+    NextTokens,
+    RunningSequence,
+    packed_forward,
+    run,
+)
 from lazyrag.engine.live import LiveKey, LiveNames, reusable_names
 from lazyrag.engine.mass import LayersDone, MassStep
 from lazyrag.engine.materialized import MaterializedSequence
@@ -21,7 +27,6 @@ from lazyrag.engine.nodes import NodePlacer, Placed
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.report import Origin, Tier
 from lazyrag.engine.request import Request
-from lazyrag.engine.sampling import Sampler
 from lazyrag.engine.sequence import PagedSequence, SeenNode
 from lazyrag.errors import RequestError
 from lazyrag.model.load import LoadedModel
@@ -32,29 +37,57 @@ from lazyrag.types import NodeKey, Quality
 RAW_NODES = 64
 """Nodes whose raw KV the oracle keeps in memory between requests."""
 
-RunningSequence = PagedSequence | MaterializedSequence
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The next tokens of a request.
-
-    Attributes:
-        sequence: whose.
-        ids, positions: of each token.
-        wanted: of how many of the last tokens the logits are needed.
-        sampler: chooses what follows the last token; None = the logits themselves are wanted.
-    """
-
-    sequence: RunningSequence
-    ids: Sequence[int]
-    positions: Sequence[int]
-    wanted: int
-    sampler: Sampler | None = None
-
-
 Result = int | Exception | Tensor
 """What comes of rows: the token that was chosen, why none could be, or fp32 [wanted, vocab]."""
+
+
+class UnderWay:
+    """A pass that was launched.
+
+    Args:
+        batch: what was launched.
+        launched: the last pass.
+        asynchronous: whether it may still run.
+    """
+
+    def __init__(self, batch: Sequence[NextTokens], launched: Launched, asynchronous: bool) -> None:
+        self.batch = batch
+        self._asynchronous = asynchronous
+        self._choice = Choice(
+            launched,
+            [
+                one.sampler if row == one.wanted - 1 else None
+                for one in batch
+                for row in range(one.wanted)
+            ],
+        )
+        self._logits: list[Tensor | None] = []
+        end = 0
+        for one in batch:
+            first, end = end, end + one.wanted
+            # a captured pass has the same memory for the logits of the next one
+            wanted = one.sampler is None and one.wanted > 0
+            self._logits.append(launched.logits[first:end].clone() if wanted else None)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether it may still run, and the next pass need not wait for what comes of it."""
+        return self._asynchronous and self._choice.on_device
+
+    @property
+    def done(self) -> bool:
+        """Whether `results` waits for nothing."""
+        return self._choice.done
+
+    def results(self) -> list[Result | None]:
+        """One a request; None where nothing is wanted. Waits for the pass."""
+        chosen = self._choice.fetch()
+        results: list[Result | None] = []
+        end = 0
+        for one, logits in zip(self.batch, self._logits, strict=True):
+            end += one.wanted
+            results.append(chosen[end - 1] if one.wanted and logits is None else logits)
+        return results
 
 
 class Started:
@@ -127,6 +160,7 @@ class Runner:
         self._reuse_live = reuse_live
         self._paged = paged_attention(pool, model.geometry)
         self._packed = packed_forward(model, self._paged)
+        self._chosen: dict[RunningSequence, int] = {}  # by the pass that was fetched last
         self._raw: dict[NodeKey, StoredKV] = {}
         self._named: tuple[PlacedPrompt | None, Sequence[LiveKey]] = None, ()
 
@@ -220,6 +254,11 @@ class Runner:
     def place(self, until: float) -> bool:
         """See `NodePlacer.place`."""
         return self._placer.place(until)
+
+    @property
+    def must_compute(self) -> bool:
+        """See `NodePlacer.must_compute`."""
+        return self._placer.must_compute
 
     def compute_next(self) -> bool:
         """See `NodePlacer.compute_next`."""
@@ -322,54 +361,46 @@ class Runner:
             self.pool.release(pages)
 
     @torch.inference_mode()
-    def forward(self, batch: Sequence[Rows]) -> list[Result]:
-        """One pass over the next tokens of several requests.
+    def launch(self, batch: Sequence[NextTokens]) -> UnderWay:
+        """Begin a pass over the next tokens of several requests.
 
         Args:
             batch: a request stands in it once; one of `Quality.MATERIALIZED` stands alone.
-
-        Returns:
-            One a request; nothing of sense where nothing is wanted.
         """
         first = batch[0]
         if isinstance(first.sequence, MaterializedSequence):
+            assert first.ids is not None, "its passes do not overlap"
             wanted = range(len(first.ids) - first.wanted, len(first.ids))
             step = first.sequence.step(first.positions)
-            launched: Launched = EagerLaunched(run(self.model, first.ids, step, wanted))
-        else:
-            launched = self._launch(batch)
-        results = _results(batch, launched)
-        for rows in batch:
-            if isinstance(rows.sequence, PagedSequence):
-                rows.sequence.computed(rows.ids, rows.positions)
-        return results
+            launched = EagerLaunched(run(self.model, first.ids, step, wanted))
+            return UnderWay(batch, launched, asynchronous=False)
+        return UnderWay(batch, self._packed.launch(batch), self._packed.asynchronous)
 
-    def _launch(self, batch: Sequence[Rows]) -> Launched:
-        return self._packed.launch(
-            [
-                NextTokens(rows.sequence, rows.ids, rows.positions, rows.wanted)
-                for rows in batch
-                if isinstance(rows.sequence, PagedSequence)
-            ]
-        )
+    @torch.inference_mode()
+    def fetch(self, pass_: UnderWay) -> list[Result | None]:
+        """What came of a pass; passes are fetched in the order in which they were launched.
+
+        Args:
+            pass_: some requests of it may have ended since.
+
+        Returns:
+            One a request; None where nothing is wanted.
+        """
+        results = pass_.results()
+        if isinstance(pass_.batch[0].sequence, MaterializedSequence):
+            return results
+        chosen: dict[RunningSequence, int] = {}
+        for one, result in zip(pass_.batch, results, strict=True):
+            assert isinstance(one.sequence, PagedSequence), "it lies in the pool"
+            if one.sequence.released:
+                continue
+            ids = (self._chosen[one.sequence],) if one.ids is None else one.ids
+            one.sequence.computed(ids, one.positions)
+            if isinstance(result, int):
+                chosen[one.sequence] = result
+        self._chosen = chosen
+        return results
 
     def warm_up(self) -> None:
         """Do what makes later passes faster, where there is something; may take a minute."""
         self._packed.warm_up()
-
-
-def _results(batch: Sequence[Rows], launched: Launched) -> list[Result]:
-    samplers = [
-        rows.sampler if row == rows.wanted - 1 else None
-        for rows in batch
-        for row in range(rows.wanted)
-    ]
-    chosen = choose(launched, samplers) if any(samplers) else [None] * len(samplers)
-    results: list[Result] = []
-    end = 0
-    for rows in batch:
-        first, end = end, end + rows.wanted
-        token = chosen[end - 1] if rows.wanted else None
-        # a captured pass has the same memory for the logits of the next one
-        results.append(launched.logits[first:end].clone() if token is None else token)
-    return results

@@ -59,7 +59,7 @@ class Sampler:
         self._constraint = constraint
         self.seed = secrets.randbits(32) if options.seed is None else int(options.seed)
         self._greedy = options.temperature == 0
-        self._step = 0
+        self._step = self._drawn = 0
         self.warpers = [] if self._greedy else _warpers(options)
         self.kind: Hashable = None
         if constraint is None and options.repetition_penalty == 1:
@@ -111,8 +111,9 @@ class Sampler:
             )
 
     def uniform(self) -> float:
-        """The random number in [0, 1) of the next token."""
-        generator = torch.Generator().manual_seed(_step_seed(self.seed, self._step))
+        """The random number in [0, 1) of the next token; of the one after when asked again."""
+        generator = torch.Generator().manual_seed(_step_seed(self.seed, self._drawn))
+        self._drawn += 1
         return float(torch.rand((), generator=generator, dtype=torch.float64))
 
     def accept(self, token: int, top: float) -> int:

@@ -6,6 +6,10 @@ runs is ever put back. Nodes that are not resident are read meanwhile, and a req
 soon as its own are here; a node that must be computed is, between two passes. A step holds one
 token of every answer that is being written and, within a budget, the next part of prompts that are
 still read; priority, then the first prompt in, gets the budget first.
+
+Where passes are asynchronous, one is launched before what came of the one before it is fetched: the
+device never waits for the host. An answer that turns out to have ended with a token of the pass
+before then has a row too many in this one, which nobody reads.
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ from concurrent.futures import CancelledError
 from functools import partial
 
 from lazyrag.engine.answer import PassTask, Task
+from lazyrag.engine.forward import NextTokens
 from lazyrag.engine.generation import Outcome
-from lazyrag.engine.runner import Rows, Runner
+from lazyrag.engine.runner import Runner, UnderWay
 from lazyrag.engine.sequence import PagedSequence
 from lazyrag.errors import EngineBusyError, LazyRagError, RequestError
 
@@ -37,7 +42,7 @@ READ_AHEAD = 8
 PLACE_S = 0.05
 """Seconds after which no further node is written into pages before a forward pass."""
 
-Pass = list[tuple[PassTask, Rows]]
+Pass = list[tuple[PassTask, NextTokens]]
 """Requests and their next tokens."""
 
 logger = logging.getLogger("lazyrag")
@@ -50,6 +55,7 @@ class Scheduler:
         self._runner = runner
         self._waiting: list[tuple[int, int, Task]] = []
         self._running: list[Task] = []
+        self._under_way: tuple[Pass, UnderWay] | None = None
         self._arrival = itertools.count()
 
     @property
@@ -88,17 +94,25 @@ class Scheduler:
             False when nothing could be done: every request waits for nodes that are being read.
         """
         self._drop(self._given_up)
+        delivered = self._deliver(wait=False)
         admitted = self._admit()
         if admitted:
             self._read_ahead()
         arrived = self._take_in()
         passes = _passes(self._next_tokens())
         for batch in passes:
-            self._forward(batch)
-        return bool(admitted or arrived or passes) or self._runner.wait_for_sent()
+            self._launch(batch)
+        if not passes:
+            delivered |= self._deliver()
+        moved = bool(delivered or admitted or arrived or passes)
+        return moved or self._runner.wait_for_sent()
 
     def _next_tokens(self) -> Pass:
-        ready = [task for task in self._running if isinstance(task, PassTask) and task.begun]
+        ready = [
+            task
+            for task in self._running
+            if isinstance(task, PassTask) and task.begun and not task.exhausted
+        ]
         budget = SHARED_STEP_TOKENS if any(task.decoding for task in ready) else STEP_TOKENS
         batch: Pass = []
         for task in sorted(ready, key=lambda task: -task.request.options.priority):
@@ -106,21 +120,34 @@ class Scheduler:
                 batch.append((task, task.take(1)))
             elif budget:
                 rows = task.take(budget)
-                budget -= len(rows.ids)
+                budget -= len(rows.positions)
                 batch.append((task, rows))
         return batch
 
-    def _forward(self, batch: Pass) -> None:
+    def _launch(self, batch: Pass) -> None:
+        """Begin a pass, then deliver what came of the one before."""
         try:
-            results = self._runner.forward([rows for _, rows in batch])
+            launched = self._runner.launch([rows for _, rows in batch])
         except BaseException as error:
-            for task, _ in batch:
-                self._end(task, error)
-            if not isinstance(error, Exception):
-                raise
+            self._fail(batch, error)
             return
-        for (task, rows), result in zip(batch, results, strict=True):
-            if not rows.wanted:
+        self._deliver()
+        self._under_way = batch, launched
+        if not launched.asynchronous:
+            self._deliver()
+
+    def _deliver(self, *, wait: bool = True) -> bool:
+        """Deliver what came of the pass under way; False: there is none, or it still runs."""
+        if self._under_way is None or not (wait or self._under_way[1].done):
+            return False
+        (batch, launched), self._under_way = self._under_way, None
+        try:
+            results = self._runner.fetch(launched)
+        except BaseException as error:
+            self._fail(batch, error)
+            return True
+        for (task, _), result in zip(batch, results, strict=True):
+            if result is None or task.started is None:  # it has ended since
                 continue
             try:
                 if isinstance(result, Exception):
@@ -131,9 +158,19 @@ class Scheduler:
                 continue
             if outcome is not None:
                 self._end(task, outcome)
+        return True
+
+    def _fail(self, batch: Pass, error: BaseException) -> None:
+        """A pass has failed; raises what is no `Exception`."""
+        for task, _ in batch:
+            if task.started is not None:
+                self._end(task, error)
+        if not isinstance(error, Exception):
+            raise error
 
     def fail_all(self, error: BaseException) -> None:
         """End every request with ``error``, whatever else fails."""
+        self._under_way = None
         while not self.idle:
             try:
                 self._drop(lambda task: error)
@@ -172,7 +209,9 @@ class Scheduler:
     def _take_in(self) -> bool:
         """Nodes that have arrived, at most one that must be computed, requests that have all."""
         moved = self._runner.place(time.perf_counter() + PLACE_S)
-        moved |= self._runner.compute_next()
+        if self._runner.must_compute:  # which takes its time
+            self._deliver()
+            moved |= self._runner.compute_next()
         for task in [task for task in self._running if not task.begun]:
             assert task.started is not None, "it was admitted"
             try:
@@ -217,6 +256,8 @@ class Scheduler:
         """
         if task in self._running:
             self._running.remove(task)
+        if not self._running:
+            self._under_way = None  # of nobody
         started, task.started = task.started, None
         try:
             if started is not None:

@@ -72,6 +72,7 @@ class PagedSequence:
         self._own = dict.fromkeys(live_pages[shared:])
         self.live_pages = live_pages
         self.reused = len(positions)
+        self.released = False
         self._positions = torch.empty(live_capacity, dtype=torch.int64)
         self._where = self._positions.numpy()  # the same memory
         self._where[: self.reused] = positions
@@ -125,7 +126,11 @@ class PagedSequence:
                 del self._own[page]
 
     def release(self) -> None:
-        """Give the request's own pages back; what serves others is only left."""
+        """Give the request's own pages back; what serves others is only left.
+
+        A pass over them may still run: whoever gets them writes behind it.
+        """
+        self.released = True
         self._pool.release(tuple(self._own))
         for name in reversed(self._published):  # the first pages serve the most requests
             self._pool.leave(name)

@@ -77,7 +77,7 @@ def test_an_id_left_out_is_the_likeliest_of_the_pass_before(bed: Bed) -> None:
         tokens = read(bed, [asked.reading])
         for step in range(5):
             rows = NextTokens(asked.reading.sequence, tokens[-1:], [asked.next_position + step])
-            tokens += bed.forward.launch([rows]).likeliest()[0]
+            tokens += bed.forward.launch([rows]).fetch()[0]
     asked.end(bed)
     assert tokens == expected
 

@@ -89,13 +89,13 @@ def serving(engine) -> AsyncEngine:
 @pytest.fixture
 def slowly(monkeypatch) -> None:
     """An endless answer takes longer than any test waits: it is over only when it is stopped."""
-    forward = Runner.forward
+    launch = Runner.launch
 
     def slow(*arguments: Any, **named: Any) -> Any:
         time.sleep(0.01)
-        return forward(*arguments, **named)
+        return launch(*arguments, **named)
 
-    monkeypatch.setattr(Runner, "forward", slow)
+    monkeypatch.setattr(Runner, "launch", slow)
 
 
 @pytest.fixture
@@ -709,7 +709,7 @@ def test_the_loop_stays_free(engine, serving, monkeypatch):
             for owner, name in (
                 (engine._reader, "read_segments"),
                 (engine._worker, "submit"),
-                (engine._runner, "forward"),
+                (engine._runner, "launch"),
                 (engine.store, "publish"),
                 (engine, "register"),
                 (engine, "release"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lazyrag.engine.choose import choose
+from lazyrag.engine.choose import Choice
 from lazyrag.engine.forward import EagerLaunched
 from lazyrag.engine.sampling import Sampler, make_options
 from lazyrag.errors import LazyRagError
@@ -39,7 +39,7 @@ def test_each_row_gets_the_token_of_its_own_sampler() -> None:
     seen = set()
     for _ in range(40):
         logits = torch.randn(len(OPTIONS), VOCAB, generator=generator).to(DEVICE)
-        chosen = choose(EagerLaunched(logits), together)
+        chosen = Choice(EagerLaunched(logits), together).fetch()
         assert chosen == [one.next(row) for one, row in zip(alone, logits, strict=True)]
         seen.add(tuple(chosen))
     assert len(seen) == 40
@@ -49,12 +49,37 @@ def test_each_row_gets_the_token_of_its_own_sampler() -> None:
 def test_a_row_that_is_not_finite_harms_no_other(bad: float) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(len(OPTIONS), VOCAB, generator=generator).to(DEVICE)
-    expected = choose(EagerLaunched(logits), samplers())
+    expected = Choice(EagerLaunched(logits), samplers()).fetch()
     for row in range(len(OPTIONS)):
         broken = logits.clone()
         broken[row, 9] = bad
-        chosen = choose(EagerLaunched(broken), samplers())
+        chosen = Choice(EagerLaunched(broken), samplers()).fetch()
         assert isinstance(chosen[row], LazyRagError)
         assert "not finite" in str(chosen[row])
         others = [one for number, one in enumerate(chosen) if number != row]
         assert others == [one for number, one in enumerate(expected) if number != row]
+
+
+def test_tokens_are_chosen_before_those_of_the_pass_before_are_fetched() -> None:
+    """What overlaps draws the same numbers."""
+    generator = torch.Generator().manual_seed(1)
+    together, alone = samplers(), samplers()
+    chained = [row for row, one in enumerate(together) if one.kind is not None]
+    together = [together[row] for row in chained]
+    before: Choice | None = None
+    expected: list[int] = []
+    for _ in range(20):
+        logits = torch.randn(len(chained), VOCAB, generator=generator).to(DEVICE)
+        choice = Choice(EagerLaunched(logits), together)
+        assert choice.on_device
+        if before is not None:
+            assert before.fetch() == expected
+        expected = [alone[row].next(one) for row, one in zip(chained, logits, strict=True)]
+        before = choice
+
+
+def test_a_constraint_or_penalty_needs_the_host() -> None:
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    one, penalised = samplers()[1], samplers()[6]
+    assert Choice(EagerLaunched(logits), [one, None]).on_device
+    assert not Choice(EagerLaunched(logits), [one, penalised]).on_device

@@ -192,7 +192,7 @@ def test_ids_on_the_device_are_those_of_the_request(bed: Bed) -> None:
                 for n, one in zip(order, batch, strict=True)
             ]
         launched = bed.forward.launch(batch)
-        for n, id in zip(order, launched.likeliest()[0], strict=True):
+        for n, id in zip(order, launched.fetch()[0], strict=True):
             asked[n].tokens.append(id)
         if step % 4 == 2:
             order = order[1:] + order[:1]

@@ -38,11 +38,12 @@ from lazyrag.engine import worker as worker_module
 from lazyrag.engine.answer import Answer
 from lazyrag.engine.costs import Costs
 from lazyrag.engine.fetch import Fetch
+from lazyrag.engine.forward import EagerForward, EagerLaunched, NextTokens, packed_rows
 from lazyrag.engine.generation import Generation
 from lazyrag.engine.nodes import NodePlacer
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.report import NodeStatus, Reason, Tier
-from lazyrag.engine.runner import Rows, Runner
+from lazyrag.engine.runner import Runner, UnderWay
 from lazyrag.engine.scheduler import Scheduler
 from lazyrag.engine.sequence import PagedSequence
 from lazyrag.engine.write import Write
@@ -208,6 +209,20 @@ def bench(open_engine) -> Bench:
 
 
 @pytest.fixture
+def overlapping(monkeypatch) -> None:
+    """Passes as on a GPU: nothing is done before it is waited for."""
+    monkeypatch.setattr(EagerForward, "asynchronous", True)
+    monkeypatch.setattr(EagerLaunched, "done", False)
+
+
+@pytest.fixture(params=["in turn", "overlapping"])
+def passes(request) -> None:
+    """Passes of both kinds."""
+    if request.param == "overlapping":
+        request.getfixturevalue("overlapping")
+
+
+@pytest.fixture
 def small(open_engine) -> Bench:
     """Its pool holds two requests of one node and 100 live tokens, not three."""
     return Bench(open_engine(pool_bytes=PAGE_BYTES * 32))
@@ -217,6 +232,7 @@ def small(open_engine) -> Bench:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2-window", "yarn"])
+@pytest.mark.usefixtures("passes")
 def test_200_requests_get_their_single_answers(checkpoint, tmp_path: Path, monkeypatch, family):
     """32 at a time over overlapping nodes, in a pool that holds a few of them."""
     choose = random.Random(7)
@@ -232,13 +248,13 @@ def test_200_requests_get_their_single_answers(checkpoint, tmp_path: Path, monke
             for one, most in zip(prompts, tokens, strict=True)
         ]
     widths: list[int] = []
-    forward = Runner.forward
+    launch = Runner.launch
 
     def counted(self, batch):
         widths.append(len(batch))
-        return forward(self, batch)
+        return launch(self, batch)
 
-    monkeypatch.setattr(Runner, "forward", counted)
+    monkeypatch.setattr(Runner, "launch", counted)
     pages = 72  # the nodes alone take 96
     with Engine.from_pretrained(
         checkpoint(family), store=tmp_path / "kv", pool_bytes=PAGE_BYTES * pages
@@ -271,7 +287,7 @@ def test_a_packed_pass_equals_single_passes(bench: Bench):
         passes = []
         for stretch in (slice(0, -5), slice(-5, None)):
             rows = [
-                Rows(
+                NextTokens(
                     started.sequence,
                     r.prompt.live_ids[stretch],
                     r.prompt.live_positions[stretch],
@@ -281,11 +297,11 @@ def test_a_packed_pass_equals_single_passes(bench: Bench):
             ]
             passes += [rows] if together else [[row] for row in rows]
         rows = [
-            Rows(started.sequence, [65], [request.prompt.next_position], 1)
+            NextTokens(started.sequence, [65], [request.prompt.next_position], 1)
             for started, request in zip(begun, requests, strict=True)
         ]
         passes += [rows] if together else [[row] for row in rows]
-        found = [one for batch in passes for one in bench.runner.forward(batch)]
+        found = [one for batch in passes for one in bench.runner.launch(batch).results()]
         for started in begun:
             bench.runner.end(started)
         return found
@@ -317,6 +333,7 @@ MIXED: list[tuple[list[Live | Node], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.usefixtures("passes")
 def test_all_kinds_in_one_batch_get_their_single_answers(bench: Bench):
     def texts_of(readers: list[Reader]) -> list[tuple[str, list[int], str]]:
         return [(r.outcome.text, r.outcome.token_ids, r.outcome.finish_reason) for r in readers]
@@ -339,6 +356,117 @@ def test_all_kinds_in_one_batch_get_their_single_answers(bench: Bench):
         for r, (_, o) in zip(batch, MIXED, strict=True)
     )
     check_all_back(bench.engine)
+
+
+# passes that overlap
+
+
+@pytest.fixture
+def order(bench: Bench, monkeypatch) -> list[tuple[str, int]]:
+    """What was done with which pass."""
+    done: list[tuple[str, int]] = []
+    numbers: dict[UnderWay, int] = {}
+    launch, fetch = bench.runner.launch, bench.runner.fetch
+
+    def launched(batch):
+        pass_ = launch(batch)
+        numbers[pass_] = len(numbers)
+        done.append(("launch", numbers[pass_]))
+        return pass_
+
+    def fetched(pass_):
+        done.append(("fetch", numbers[pass_]))
+        return fetch(pass_)
+
+    monkeypatch.setattr(bench.runner, "launch", launched)
+    monkeypatch.setattr(bench.runner, "fetch", fetched)
+    return done
+
+
+@pytest.mark.usefixtures("overlapping")
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 3, "top_p": 0.9}])
+def test_a_pass_is_launched_before_the_one_before_is_fetched(bench: Bench, order, options):
+    _, reader = bench.add(prompt(0), max_new_tokens=3, **options)
+    bench.finish()
+    launches = [("launch", 0), ("launch", 1), ("fetch", 0), ("launch", 2), ("fetch", 1)]
+    assert order == [*launches, ("fetch", 2)]
+    assert len(reader.outcome.token_ids) == 3
+
+
+@pytest.mark.usefixtures("overlapping")
+@pytest.mark.parametrize("options", [{"json_schema": ENDLESS}, {"repetition_penalty": 1.3}])
+def test_what_is_chosen_on_the_host_is_waited_for(bench: Bench, order, options):
+    bench.add(prompt(0), max_new_tokens=3)
+    bench.add(prompt(0), max_new_tokens=3, **options)
+    bench.finish()
+    assert order == [(what, number) for number in range(3) for what in ("launch", "fetch")]
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_an_answer_that_ended_has_a_row_that_nobody_reads(bench: Bench, monkeypatch):
+    """Its pages go to the next request while the pass still runs; nothing of it gets a name."""
+    _, whole = bench.add(prompt(0), max_new_tokens=40)
+    bench.finish()
+    ids = whole.outcome.token_ids
+    ending = replace(bench.engine._model, eos_ids=frozenset(ids[20:21]))
+    monkeypatch.setattr(bench.engine, "_model", ending)
+    end = ids.index(ids[20])
+    assert end > 3
+    bench.runner.drop([node.key for node in whole.outcome.report.nodes])
+    first, reader = bench.add(prompt(0), max_new_tokens=40)
+    _, other = bench.add(prompt(1), max_new_tokens=40)
+    while not reader.outcomes:
+        bench.step()
+    assert bench.scheduler._under_way is not None
+    assert first in [task for task, _ in bench.scheduler._under_way[0]]
+    check_pages(bench.engine._pool, bench.scheduler._running)
+    _, again = bench.add(prompt(0), max_new_tokens=40)
+    bench.finish()
+    assert reader.outcome.token_ids == again.outcome.token_ids == ids[: end + 1]
+    assert reader.outcome.finish_reason == "stop"
+    assert isinstance(other.outcome, Generation)
+    check_all_back(bench.engine)
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_a_pass_that_fails_late_ends_the_requests_in_it_alone(bench: Bench, monkeypatch):
+    _, expected = bench.add(prompt(1), max_new_tokens=6)
+    bench.finish()
+    _, broken = bench.add(prompt(0), max_new_tokens=6)
+    bench.step()
+    error, fetch = RuntimeError("broken"), bench.runner.fetch
+
+    def failing(pass_):
+        monkeypatch.setattr(bench.runner, "fetch", fetch)
+        raise error
+
+    monkeypatch.setattr(bench.runner, "fetch", failing)
+    _, late = bench.add(prompt(1), max_new_tokens=6)
+    bench.finish()
+    assert broken.outcome is error
+    assert late.outcome.token_ids == expected.outcome.token_ids
+    check_all_back(bench.engine)
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_tokens_are_delivered_before_a_node_is_computed(bench: Bench, order, monkeypatch):
+    bench.add(prompt(0), max_new_tokens=30)
+    bench.step(3)
+    compute = bench.runner.compute_next
+
+    def computing():
+        if bench.runner.must_compute:
+            order.append(("compute", 0))
+        return compute()
+
+    monkeypatch.setattr(bench.runner, "compute_next", computing)
+    bench.add([Node(text=text(77)), Live(text="What?")], max_new_tokens=2)
+    bench.finish()
+    at = order.index(("compute", 0))
+    assert order[at - 1][0] == "fetch"
+    assert sum(what == "launch" for what, _ in order[:at]) == sum(
+        what == "fetch" for what, _ in order[:at]
+    )
 
 
 # 10,000 random steps
@@ -423,28 +551,54 @@ class _Computer:
         return self._fetcher.zeros(run), write
 
 
-class _Runner(Runner):
-    """Forward passes without a model; a request's rows are still laid out."""
+class _Pass(EagerLaunched):
+    """One that is done when it is waited for, and may fail then."""
 
+    done = False
     failure: BaseException | None = None
 
-    def forward(self, batch):
+    def fetch(self):
+        if self.failure is not None:
+            raise self.failure
+        return super().fetch()
+
+
+class _Forward:
+    """Passes without a model; a request's rows are still laid out, and every id is 65."""
+
+    def __init__(self, asynchronous: bool) -> None:
+        self.asynchronous = asynchronous
+        self.failure: BaseException | None = None
+        self.late_failure: BaseException | None = None
+        self._wanted: set[PagedSequence] = set()
+
+    def launch(self, batch) -> _Pass:
         assert batch
         for rows in batch:
-            assert len(rows.ids) == len(rows.positions) > 0
-            if isinstance(rows.sequence, PagedSequence):
-                request_rows, slots = rows.sequence.rows(rows.positions)
-                assert len(slots) == len(rows.ids)
-                assert set((slots // PAGE).tolist()) <= set(request_rows.live.pages)
-            else:
-                assert len(batch) == 1
-        if self.failure is not None:
-            failure, self.failure = self.failure, None
+            assert len(rows.positions) > 0
+            assert rows.ids is not None or rows.sequence in self._wanted
+        for request_rows, slots in packed_rows(batch):
+            assert set((slots // PAGE).tolist()) <= set(request_rows.live.pages)
+        self._wanted = {rows.sequence for rows in batch if rows.wanted}
+        return self.answer(batch)
+
+    def answer(self, batch) -> _Pass:
+        failure, self.failure = self.failure, None
+        if failure is not None:
             raise failure
-        for rows in batch:
-            if isinstance(rows.sequence, PagedSequence):
-                rows.sequence.computed(rows.ids, rows.positions)
-        return [65 for _ in batch]
+        launched = _Pass(torch.eye(66)[[65] * sum(rows.wanted for rows in batch)])
+        launched.failure, self.late_failure = self.late_failure, None
+        return launched
+
+
+class _Runner(Runner):
+    """Passes without a model."""
+
+    def launch(self, batch):
+        if isinstance(batch[0].sequence, PagedSequence):
+            return super().launch(batch)
+        assert len(batch) == 1 and batch[0].ids is not None
+        return UnderWay(batch, self._packed.answer(batch), asynchronous=False)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -454,8 +608,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     requests: list[Any]
     steps = 0
 
-    @initialize(pages=st.integers(24, 60), running=st.sampled_from([2, 5, 256]))
-    def begin(self, pages: int, running: int) -> None:
+    @initialize(
+        pages=st.integers(24, 60),
+        running=st.sampled_from([2, 5, 256]),
+        asynchronous=st.booleans(),
+    )
+    def begin(self, pages: int, running: int, asynchronous: bool) -> None:
         model = self.engine._model
         self.pool = PagePool(
             model.geometry,
@@ -469,6 +627,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.costs = Costs()
         placer = NodePlacer(self.pool, model.geometry, self.fetcher, self.computer, self.costs)
         self.runner = _Runner(model, self.pool, placer, self.fetcher, self.computer)
+        self.forward = self.runner._packed = _Forward(asynchronous)
         self.scheduler = Scheduler(self.runner)
         self.answers: list[tuple[Answer, Reader]] = []
         scheduler_module.MAX_RUNNING = running
@@ -542,11 +701,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.costs.read.record(1, 1.0)
         self.costs.encode.record(1, seconds)
 
-    @rule(kind=st.sampled_from([MemoryError, RuntimeError, SystemExit]))
-    def fail_a_pass(self, kind) -> None:
-        self.runner.failure = kind("pass")
+    @rule(kind=st.sampled_from([MemoryError, RuntimeError, SystemExit]), late=st.booleans())
+    def fail_a_pass(self, kind, late: bool) -> None:
+        setattr(self.forward, "late_failure" if late else "failure", kind("pass"))
         self.step_once()
-        self.runner.failure = None
+        self.forward.failure = self.forward.late_failure = None
 
     @rule(numbers=st.sets(st.integers(0, 39), max_size=4))
     def release_nodes(self, numbers: set[int]) -> None:
@@ -695,23 +854,23 @@ def test_a_failing_pass_ends_the_requests_in_it_alone(bench: Bench, monkeypatch)
     bench.finish()
     _, inside = bench.add(prompt(0), max_new_tokens=6)
     _, outside = bench.add(prompt(1), max_new_tokens=6)
-    forward, error = bench.runner.forward, RuntimeError("broken")
+    launch, error = bench.runner.launch, RuntimeError("broken")
 
     def broken(batch):
         raise error
 
-    monkeypatch.setattr(bench.runner, "forward", broken)
+    monkeypatch.setattr(bench.runner, "launch", broken)
     bench.step()
     assert inside.outcome is error and not outside.outcomes
-    monkeypatch.setattr(bench.runner, "forward", forward)
+    monkeypatch.setattr(bench.runner, "launch", launch)
     _, copied = bench.add(prompt(2), max_new_tokens=6, quality="materialized")
 
     def broken_alone(batch):
         if not isinstance(batch[0].sequence, PagedSequence):
             raise error
-        return forward(batch)
+        return launch(batch)
 
-    monkeypatch.setattr(bench.runner, "forward", broken_alone)
+    monkeypatch.setattr(bench.runner, "launch", broken_alone)
     bench.finish()
     assert copied.outcome is error
     assert outside.outcome.token_ids == single.outcome.token_ids
@@ -983,13 +1142,13 @@ def test_a_long_prompt_does_not_stop_answers_being_written(bench: Bench, monkeyp
     bench.step()
     long, reader = bench.add(prompt(1, ask="long " * 60), max_new_tokens=2)
     second, _ = bench.add(prompt(2, ask="long " * 20), max_new_tokens=2)
-    passes, forward = [], bench.runner.forward
+    passes, launch = [], bench.runner.launch
 
     def counted(batch):
         passes.append([len(rows.ids) for rows in batch])
-        return forward(batch)
+        return launch(batch)
 
-    monkeypatch.setattr(bench.runner, "forward", counted)
+    monkeypatch.setattr(bench.runner, "launch", counted)
     steps = 0
     while not long.decoding:
         bench.step()
