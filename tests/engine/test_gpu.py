@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from lazyrag_kernels.attention import AttentionLayer, attend_behind_prefix
+from lazyrag_kernels.rope import Rotary
 
 from lazyrag import Engine, Live, Node
 from lazyrag.engine.attention import TritonAttention
@@ -93,6 +95,31 @@ def test_bfloat16_answers(wide, tmp_path: Path) -> None:
         scores = torch.tensor(engine.score(prompt(0, 1), "Nobody counts them."))
         oracle = engine.score(prompt(0, 1), "Nobody counts them.", quality="materialized")
         assert (scores - torch.tensor(oracle)).abs().mean() < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("before", [0, 21])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(8, 2, 128), (9, 3, 64)])
+def test_dense_attention_of_ingestion(dtype, before, q_heads, kv_heads, head_dim) -> None:
+    """Whatever torch chooses on a GPU: as near to fp64 as the dtype allows."""
+    generator = torch.Generator().manual_seed(3)
+    inverse = 1.0 / 10_000 ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    layer = AttentionLayer(head_dim**-0.5, Rotary(inverse))
+
+    def attend(device: str, dtype: torch.dtype) -> torch.Tensor:
+        q, k, v, *prefix = (one.to(device, dtype) for one in tensors)
+        return attend_behind_prefix(q, k, v, (prefix[0], prefix[1]) if before else None, layer)
+
+    shapes = [(2, heads, 300, head_dim) for heads in (q_heads, kv_heads, kv_heads)]
+    shapes_before = [(kv_heads, before, head_dim)] * 2
+    tensors = [
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in shapes + shapes_before
+    ]
+    expected = attend("cpu", torch.float64)
+    error = (attend("cuda", dtype).cpu().double() - expected).square().mean().sqrt()
+    limit = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}[dtype]
+    assert error < limit * expected.square().mean().sqrt()
 
 
 def test_heads_that_no_launch_takes_run_in_plain_torch(

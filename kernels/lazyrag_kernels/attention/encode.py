@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from lazyrag_kernels.attention.batch import AttentionLayer
@@ -38,8 +39,11 @@ def attend_behind_prefix(
         )
     positions = torch.arange(k.shape[2], device=q.device)
     cos, sin = cos_sin(layer.rotary, positions)
-    mask = None
-    if before or layer.window is not None:
+    mask: Tensor | None = None
+    fused = q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
+    if before and layer.window is None and fused:
+        mask = causal_lower_right(q.shape[2], k.shape[2])  # says which, and takes no memory
+    elif before or layer.window is not None:
         distance = positions[before:, None] - positions[None, :]  # [tokens, prefix + tokens]
         seen = distance >= 0
         if layer.window is not None:
