@@ -100,7 +100,12 @@ class PositionedPlacer(NodePlacer):
         """See `NodePlacer`. What missing copies are made from is not evicted for them, unless that
         is all there is.
         """
-        held = [source for run in runs if (source := self._ready_source(run.key)) is not None]
+        missing = [
+            run.key
+            for run in runs
+            if isinstance(run.key, PositionedKey) and run.key not in self._pool
+        ]
+        held = [source for key in missing if (source := self._ready_source(key)) is not None]
         for key in held:
             self._pool.acquire(key)
         try:
@@ -192,10 +197,8 @@ class PositionedPlacer(NodePlacer):
             if source.key not in self._pool:  # it was itself to be copied
                 self._leave_source(source.key)
 
-    def _ready_source(self, key: NodeKey) -> PositionedKey | None:
-        """Another copy that is in the pool, if ``key`` is a copy that is not."""
-        if not isinstance(key, PositionedKey) or (key in self._pool and key not in self._arriving):
-            return None
+    def _ready_source(self, key: PositionedKey) -> PositionedKey | None:
+        """Another copy that is in the pool."""
         copies = self._copies.get(key.node, {})
         for gone in [copy for copy in copies if copy not in self._pool]:
             del copies[gone]

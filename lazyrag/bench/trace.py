@@ -119,7 +119,8 @@ class Trace:
         many = settings.many
         self._texts = random_texts(f"many {settings.seed}", many.documents, many.tokens)
         self._host_filled = False
-        self._warm: set[str] = set()
+        self._warm: set[Mode] = set()
+        engine.measure_encoding(random_texts(f"speed {settings.seed}", 5, many.tokens))
 
     def run(self, part: Part) -> Iterator[Row]:
         """One part."""
@@ -131,7 +132,7 @@ class Trace:
         settings, engine = self._settings, self._engine
         requests, nodes, asked, tokens, new_tokens = settings.few
         texts = random_texts(f"few {settings.seed}", nodes, tokens)
-        engine.prepare(texts, self._timer.progress("encoding"))
+        engine.precompute(texts)
         rng = random.Random(settings.seed)
         orders = [tuple(rng.sample(range(nodes), asked)) for _ in range(requests)]
         counts = [sum(node in order for order in orders) for node in range(nodes)]
@@ -166,7 +167,7 @@ class Trace:
             for alpha in settings.zipf_alphas:
                 yield self._cold(alpha)
             self._prepare()
-            for alpha in settings.zipf_alphas:
+            for alpha in reversed(settings.zipf_alphas):  # what the last one has read stays
                 yield self._from_disk(alpha)
         self._fill_host()
         for number, alpha in enumerate(settings.zipf_alphas):
@@ -200,13 +201,12 @@ class Trace:
     # nodes
 
     def _prepare(self) -> None:
-        self._engine.prepare(self._texts, self._timer.progress("encoding"))
+        self._engine.precompute(self._texts, progress=self._timer.progress("encoding"))
         self._timer.lap("nodes encoded and stored")
 
     def _fill_host(self) -> None:
         if not self._host_filled:
             self._prepare()
-            self._engine.start_anew(Mode.LAZY, keep_host=False)
             self._engine.fill_host(self._texts)
             self._host_filled = True
             self._timer.lap("nodes brought into host memory")
@@ -241,7 +241,8 @@ class Trace:
         settings = self._settings
         self._host_filled &= keep_host
         self._engine.start_anew(mode, device_bytes=settings.zipf_bytes, keep_host=keep_host)
-        trace = self._zipf_asks(mode, alpha, texts or self._texts)[: settings.many.requests]
+        requests = settings.full_requests if mode is Mode.FULL else settings.many.requests
+        trace = self._zipf_asks(mode, alpha, texts or self._texts)[:requests]
         return self._row(trace, AtOnce(len(trace)), Part.ZIPF, mode, alpha, start)
 
     def _timed(self, mode: Mode, alpha: float, idle_gb: float, load: Load) -> Row:

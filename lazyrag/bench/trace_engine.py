@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from lazyrag.engine.nodes import NodePlacer, Placed
 from lazyrag.engine.pool import PageKey
 from lazyrag.engine.request import Request
 from lazyrag.prompt.segments import NodeRun
-from lazyrag.types import GenerationOptions, Prompt
+from lazyrag.types import GenerationOptions, NodeText, Prompt, Reference
 
 
 class _Placer(PositionedPlacer):
@@ -67,8 +67,8 @@ class TraceEngine(Engine):
     ) -> None:
         """Empty the tiers; nothing may run or wait.
 
-        Every mode begins with the same knowledge of the machine: the speed of encoding as it was
-        when nodes were prepared, guesses of the others.
+        Every mode begins with the same knowledge of the machine: the speed of encoding if it was
+        measured, guesses of the others.
 
         Args:
             mode: of the requests that follow.
@@ -118,14 +118,17 @@ class TraceEngine(Engine):
         """Of nodes that were copied on the device so far."""
         return self._placer.copied_tokens
 
-    def prepare(self, texts: Sequence[str], progress: Callable[[int, int], None]) -> None:
-        """Have nodes on disk; the speed of encoding is learned."""
+    def measure_encoding(self, texts: Sequence[str]) -> None:
+        """Learn how fast nodes are computed, from some that are not kept."""
+        reference = Reference("trace", "speed")
+        nodes = [NodeText(text, reference=reference) for text in texts]
+        self.precompute(nodes[:1])
         before = self.stats()
-        self.precompute(texts, progress=progress)
+        self.precompute(nodes[1:])
         after = self.stats()
         tokens = after.encoded_tokens - before.encoded_tokens
-        if tokens:
-            self._encode_speed = tokens, after.encode_s - before.encode_s
+        self._encode_speed = tokens, after.encode_s - before.encode_s
+        self.release([reference])
 
     def fill_host(self, texts: Sequence[str]) -> None:
         """Read nodes into host memory.

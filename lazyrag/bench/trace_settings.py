@@ -67,6 +67,7 @@ class Settings:
         question_tokens: of every request.
         few: requests of ``at-once``, nodes, nodes a prompt, tokens of a node, new tokens.
         repeats: of quick runs of ``at-once``.
+        full_requests: of ``zipf`` without reuse, which takes the same time for each.
         many: the nodes of ``zipf`` and ``compare``, and the requests of ``zipf``.
         new_tokens: of their answers.
         pool_bytes: of KV on the device; zipf_bytes: of it, what ``zipf`` may use.
@@ -84,6 +85,7 @@ class Settings:
     question_tokens: int = 64
     few: tuple[int, int, int, int, int] = (64, 12, 10, 512, 128)
     repeats: int = 2
+    full_requests: int = 25
     many: Workload = field(default_factory=partial(Workload, requests=100))
     new_tokens: int = 32
     pool_bytes: int = 48 * GIB

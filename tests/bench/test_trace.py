@@ -39,6 +39,7 @@ SETTINGS = Settings(
     clients=3,
     question_tokens=5,
     few=(6, 5, 3, 32, 4),
+    full_requests=2,
     many=Workload(documents=8, tokens=32, per_prompt=3, requests=6),
     new_tokens=3,
     pool_bytes=60 * NODE_BYTES,
@@ -102,7 +103,7 @@ def ask_all(engine: TraceEngine, mode: Mode, orders: list[tuple[int, ...]], **bu
     """Answers, and reports, of requests at once over nodes of 32 tokens in a mode."""
     texts = random_texts("few", 5, 32)
     trace = asks(texts, orders, seed="q", question_tokens=7, new_tokens=8, vocabulary=300)
-    engine.prepare(texts, lambda done, total: None)
+    engine.precompute(texts)
     engine.start_anew(mode, **budget)
     return [one.answer for one in send(engine, trace, AtOnce(len(trace)))]
 
