@@ -180,11 +180,14 @@ def trace(
 
     settings = Settings(seed=seed, modes=tuple(mode), seconds=seconds, rate=rate)
     rows = []
-    for row in measure(part, settings, store, say):
-        rows.append(row)
-        typer.echo(row)
-    drawn = [(row.label, row.requests_per_s) for row in rows if row.requests]
-    _write(rows, drawn, "Requests a second", "", csv, plot)
+    try:
+        for row in measure(part, settings, store, say):
+            rows.append(row)
+            typer.echo(row)
+    finally:
+        if rows:
+            drawn = [(row.label, row.requests_per_s) for row in rows if row.requests]
+            _write(rows, drawn, "Requests a second", "", csv, plot)
 
 
 @app.command("hit-ratio")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +15,22 @@ import torch
 from lazyrag.bench.hit_ratio import Workload
 from lazyrag.bench.positioned import PositionedKey
 from lazyrag.bench.shape import random_model
+from lazyrag.bench.table import write_csv
 from lazyrag.bench.trace import Timer, Trace
 from lazyrag.bench.trace_engine import TraceEngine
-from lazyrag.bench.trace_run import AtOnce, Row, asks, random_texts, send
+from lazyrag.bench.trace_run import (
+    Ask,
+    AtOnce,
+    Closed,
+    Poisson,
+    Row,
+    asks,
+    random_texts,
+    row_of,
+    send,
+)
 from lazyrag.bench.trace_settings import Mode, Part, Settings, Start
+from tests.support.interpreter import run_interpreted
 
 SHAPE = {
     "model_type": "llama",
@@ -153,3 +169,63 @@ def test_prefix_and_full_answer_alike(engine: TraceEngine) -> None:
     prefix = ask_all(engine, Mode.PREFIX, ORDERS)
     assert [one.token_ids for one in prefix] == [one.token_ids for one in full]
     assert not any(one.report.live_tokens_reused for one in full)
+
+
+def test_the_kernel_moves_nodes_as_plain_torch_does() -> None:
+    run_interpreted(Path(__file__).with_name("interpreted_cases.py"))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 2.0])
+def test_popularity_is_that_of_the_zipf_law(alpha: float) -> None:
+    workload = Workload(documents=5, tokens=1, per_prompt=1, requests=10_000)
+    counts = Counter(node for (node,) in workload.prompts(alpha, seed=3))
+    weights = [(node + 1) ** -alpha for node in range(5)]
+    for node, weight in enumerate(weights):
+        expected = weight / sum(weights)
+        assert counts[node] / 20_000 == pytest.approx(expected, abs=4 * (expected / 20_000) ** 0.5)
+
+
+def test_equal_seeds_give_equal_requests_and_no_question_twice() -> None:
+    texts = random_texts("a", 4, 10)
+    assert texts == random_texts("a", 4, 10) != random_texts("b", 4, 10)
+    assert [len(text) for text in texts] == [10] * 4 and len(set(texts)) == 4
+
+    def made(seed: str) -> list[Ask]:
+        orders = [(0, 1)] * 50
+        return asks(texts, orders, seed=seed, question_tokens=8, new_tokens=1, vocabulary=300)
+
+    assert made("a") == made("a") != made("b")
+    assert len({ask.question for ask in made("a")}) == 50
+    arrivals = [Poisson(50.0, 20.0, seed)._arrivals for seed in ("a", "a", "b")]
+    assert arrivals[0] == arrivals[1] != arrivals[2]
+    assert len(arrivals[0]) == pytest.approx(1000, abs=4 * 1000**0.5)
+
+
+def test_loads_say_when_the_next_request_is_due() -> None:
+    closed = Closed(2, 10.0)
+    assert [closed.due(n, 0, 3.0) for n in range(3)] == [3.0, 3.0, math.inf]
+    assert closed.due(2, 1, 9.9) == 9.9 and closed.due(2, 2, 10.0) == math.inf
+    assert [AtOnce(2).due(n, 0, 5.0) for n in range(3)] == [0.0, 0.0, math.inf]
+    poisson = Poisson(3.0, 4.0, "a")
+    last = len(poisson._arrivals)
+    assert 0 < poisson.due(0, 0, 0.0) <= poisson.due(last - 1, 0, 0.0) <= 4.0
+    assert poisson.due(last, last, 0.0) == math.inf
+
+
+def test_a_row_is_a_line_of_the_table(engine: TraceEngine, tmp_path: Path) -> None:
+    engine.start_anew(Mode.LAZY)
+    texts = random_texts("few", 2, 32)
+    trace = asks(texts, [(0, 1)], seed="", question_tokens=4, new_tokens=2, vocabulary=300)
+    row = row_of(
+        send(engine, trace, AtOnce(1)), AtOnce(1), part="zipf", mode="lazy", alpha=1.1,
+        device_bytes=5, idle_bytes=3, start="cold", copied=0, seed=4,
+    )  # fmt: skip
+    write_csv([row], tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open() as file:
+        (line,) = csv.DictReader(file)
+    names = [field.name for field in fields(Row)]
+    assert list(line)[: len(names)] == names
+    assert (line["mode"], line["alpha"], line["start"], line["computed"]) == (
+        "lazy", "1.1", "cold", "68",
+    )  # fmt: skip
+    assert str(row).startswith("zipf, alpha 1.1, idle 3e-09 GB, at once, from cold, lazy: 1 in ")
