@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -107,12 +106,11 @@ class Poisson:
     def __init__(self, rate: float, seconds: float, seed: str) -> None:
         self.name, self.seconds = f"Poisson {rate:.3g}/s", seconds
         rng = random.Random(seed)
-        gaps = (rng.expovariate(rate) for _ in iter(int, 1))
         self._arrivals: list[float] = []
-        for arrival in accumulate(gaps):
-            if arrival > seconds:
-                break
+        arrival = rng.expovariate(rate)
+        while arrival <= seconds:
             self._arrivals.append(arrival)
+            arrival += rng.expovariate(rate)
 
     def due(self, sent: int, finished: int, now: float) -> float:
         """See `Load`."""
