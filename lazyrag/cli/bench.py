@@ -11,6 +11,7 @@ import typer
 
 from lazyrag.bench.hit_ratio import Order, Workload, measure
 from lazyrag.bench.hit_ratio_report import as_json, text, write_csv, write_plot
+from lazyrag.bench.trace_settings import Mode, Part, Settings
 from lazyrag.cli.options import DeviceOption, JsonOption
 from lazyrag.cli.output import command_errors, say, to_json
 from lazyrag.errors import RequestError
@@ -137,6 +138,56 @@ def _write(
             say(f"Wrote {plot}.")
     except OSError as error:
         raise RequestError(f"{error.filename} cannot be written: {error.strerror}.") from None
+
+
+@app.command("trace")
+@command_errors
+def trace(
+    part: Annotated[
+        list[Part], typer.Option(help="What is measured; may be repeated.")
+    ] = list(Part),  # noqa: B006
+    mode: Annotated[
+        list[Mode], typer.Option(help="What is reused; may be repeated.")
+    ] = list(Mode),  # noqa: B006
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=20, metavar="S", help="Of each run of `compare`.")
+    ] = 5.0,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01, metavar="R", show_default=False,
+            help="Poisson arrivals a second; default: 0.7 of block_attention's closed loop.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the traces.")] = 0,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", file_okay=False, show_default=False,
+            help="Keep the nodes there (28 GB) for the next time; default: a temporary folder.",
+        ),
+    ] = None,
+    csv: _Csv = None,
+    plot: _Plot = None,
+) -> None:  # fmt: skip
+    """Send request traces through the whole engine (needs a GPU).
+
+    An 8B model's shape with random weights; ours beside position-aware copies, prefix caching and
+    full prefill in the same engine. All parts take about eight minutes.
+    """
+    _need_gpu()
+    from lazyrag.bench.trace import measure
+
+    settings = Settings(seed=seed, modes=tuple(mode), seconds=seconds, rate=rate)
+    rows = []
+    try:
+        for row in measure(part, settings, store, say):
+            rows.append(row)
+            typer.echo(row)
+    finally:
+        if rows:
+            drawn = [(row.label, row.requests_per_s) for row in rows if row.requests]
+            _write(rows, drawn, "Requests a second", "", csv, plot)
 
 
 @app.command("hit-ratio")

@@ -27,8 +27,13 @@ class Speed:
     """
 
     def __init__(self, guess: float) -> None:
-        self._seconds_per_unit = 1 / guess
+        self._guess = guess
         self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the guess."""
+        self._seconds_per_unit = 1 / self._guess
         self.measured = False
 
     def record(self, units: int, seconds: float) -> None:
@@ -72,6 +77,11 @@ class Costs:
         self.read = Speed(1e9)
         self.send = Speed(1e10)
         self.encode = Speed(1e3)
+
+    def reset(self) -> None:
+        """Forget what was measured."""
+        for speed in (self.read, self.send, self.encode):
+            speed.reset()
 
     def was_read(self, nbytes: int, seconds: float) -> None:
         """A node came from the store into host memory."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -134,13 +134,6 @@ class Engine:
             device=model.device if model.device.type == "cuda" else None,
             evicted=partial(metrics.evicted, Tier.HOST, 1),
         )
-        kv_bytes = geometry.kv_bytes_per_token(kv)
-
-        def bring_s(key: PageKey, tokens: int) -> float:
-            if isinstance(key, LiveKey):
-                return costs.encode.seconds(tokens)
-            return costs.bring_s(tokens, tokens * kv_bytes, key in host)
-
         page_size = page_size_on(model.device)
         page_bytes = page_size * geometry.kv_bytes_per_token(model.dtype)
 
@@ -154,7 +147,7 @@ class Engine:
             dtype=model.dtype,
             device=model.device,
             idle_pages=_idle_pages(model, page_size, idle_bytes),
-            bring_s=bring_s,
+            bring_s=self._bring_s,
             evicted=evicted,
         )
         self._temporary = tempfile.TemporaryDirectory(prefix="lazyrag-") if store is None else None
@@ -169,10 +162,10 @@ class Engine:
             longest_node=longest_node,
         )
         encoder = Encoder(model, self.encoding.sink, kv, costs)
-        fetcher = self._fetcher = Fetcher(self.store, host, costs, kv_bytes)
+        fetcher = self._fetcher = Fetcher(self.store, host, costs, self.kv_bytes_per_token)
         writer = self._writer = Writer()
         computer = NodeComputer(self.store, digest, encoder, library, host, writer, costs)
-        placer = NodePlacer(self._pool, geometry, fetcher, computer, costs)
+        placer = self._make_placer(fetcher, computer)
         self._runner = Runner(model, self._pool, placer, fetcher, computer, reuse_live=reuse_live)
         self._worker = Worker(self._runner, metrics)
         fetcher.notify = writer.notify = self._worker.node_arrived
@@ -181,6 +174,18 @@ class Engine:
         )
         self._constraints = JsonConstraints(model)
         self._calibration: Calibration | None = None
+
+    def _make_placer(self, fetcher: Fetcher, computer: NodeComputer) -> NodePlacer:
+        """What brings nodes into the pool; the benchmarks have others."""
+        geometry = self._model.geometry
+        return NodePlacer(self._pool, geometry, fetcher, computer, self._costs)
+
+    def _bring_s(self, key: PageKey, tokens: int) -> float:
+        """Seconds to bring an entry of the pool back once it is gone."""
+        if isinstance(key, LiveKey):
+            return self._costs.encode.seconds(tokens)
+        nbytes = tokens * self.kv_bytes_per_token
+        return self._costs.bring_s(tokens, nbytes, key in self._host)
 
     @classmethod
     def from_pretrained(
@@ -756,7 +761,7 @@ class Engine:
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

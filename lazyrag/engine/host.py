@@ -112,6 +112,13 @@ class HostTier:
                 self._kept[key] = copy
         return copy
 
+    def clear(self) -> None:
+        """Give up all nodes and forget how often they were used."""
+        with self._lock:
+            gone, self._kept = self._kept, {}
+            self._policy = EvictionPolicy(self.budget_bytes)
+        gone.clear()  # freed outside the lock
+
     def forget(self, key: NodeKey) -> None:
         """The node will not come back."""
         with self._lock:

@@ -45,7 +45,8 @@ class Arrival:
     """A node that requests wait for: it is read, or computed for ``reason``, then sent.
 
     Attributes:
-        run: which node.
+        key: under which the pool has it.
+        run: which node, as the store knows it.
         urgency: of computing it, the smallest first: the highest priority that waits for it
             (negative), its rank among the missing nodes of its request.
         fetch: on its way from the store or host memory; None once it is to be computed.
@@ -56,6 +57,7 @@ class Arrival:
         error: why it cannot be had at all.
     """
 
+    key: NodeKey
     run: NodeRun
     urgency: tuple[int, int]
     fetch: Fetch | None = None
@@ -220,15 +222,15 @@ class NodePlacer:
                 tokens = len(run.ids)
                 pages = _some(pool.allocate(tokens))
                 placed.nodes[key] = pool.admit(key, pages, tokens, ready=False)
-                arrival = Arrival(run, (-priority, rank))
+                arrival = Arrival(key, self._stored(run), (-priority, rank))
                 placed.arriving[key] = self._arriving[key] = arrival
             placed.live_pages += _some(pool.allocate(own_tokens, live=True))
         except BaseException:
             self.leave(placed)
             raise
         pool.touch([*placed.nodes, *placed.live_names])
-        for key in placed.nodes:
-            self._fetcher.touch(key)
+        for run in needed.values():
+            self._fetcher.touch(self._stored(run).key)
         for key in missing:
             self._begin(placed.arriving[key])
         return placed
@@ -246,14 +248,17 @@ class NodePlacer:
     def leave(self, placed: Placed) -> None:
         """A request needs its nodes no more; one that is still awaited by nobody is given up."""
         for key in placed.nodes:
-            self._pool.leave(key)
-            if key in self._pool:
-                continue
-            arrival = self._arriving.pop(key, None)
-            if arrival is not None and arrival.sent is not None:
-                self._left.append(arrival.sent)
+            self._leave(key)
         for name in reversed(placed.live_names):  # the first pages serve the most requests
             self._pool.leave(name)
+
+    def _leave(self, key: NodeKey) -> None:
+        self._pool.leave(key)
+        if key in self._pool:
+            return
+        arrival = self._arriving.pop(key, None)
+        if arrival is not None and arrival.sent is not None:
+            self._left.append(arrival.sent)
 
     def ahead(self, run: NodeRun) -> bool:
         """Begin to read a node that a waiting request will need; from any thread.
@@ -261,13 +266,14 @@ class NodePlacer:
         Returns:
             False when there is no room for more.
         """
-        if run.key in self._pool or self._computing_is_faster(run):
+        stored = self._stored(run)
+        if run.key in self._pool or self._computing_is_faster(stored):
             return True
-        return self._fetcher.ahead(run)
+        return self._fetcher.ahead(stored)
 
     def forget(self, key: NodeKey) -> None:
         """The node was released: nothing of it stays but what running requests use."""
-        self._pool.drop(key)
+        self._drop(key)
         self._fetcher.forget(key)
         self._computer.forget(key)
 
@@ -304,7 +310,7 @@ class NodePlacer:
         for write in [write for write in self._writes if write.done.done()]:
             self._writes.remove(write)
             if write.released:
-                self._pool.drop(write.key)
+                self._drop(write.key)
         moved = False
         for arrival in list(self._arriving.values()):
             if arrival.error is None and self._advance(arrival):
@@ -381,17 +387,32 @@ class NodePlacer:
         return True
 
     def _write(self, arrival: Arrival, sent: Sent) -> None:
-        run, fetch = arrival.run, arrival.fetch
-        entry = self._pool.entry(run.key)
-        write_node_kv(self._pool, self._geometry, sent.k, sent.v, entry.pages)
+        key, fetch = arrival.key, arrival.fetch
+        entry = self._pool.entry(key)
+        first = self._first_position(key)
+        write_node_kv(self._pool, self._geometry, sent.k, sent.v, entry.pages, first)
         self._sender.received(sent)
         entry.ready = True
         if fetch is None:
             arrival.origin = Origin(Tier.NONE, 0, arrival.reason)
         else:
             arrival.origin = Origin(fetch.tier, fetch.nbytes)
-        del self._arriving[run.key]
-        self._fetcher.settled(run.key)
+        del self._arriving[key]
+        self._fetcher.settled(arrival.run.key)
+
+    # what other ways to place nodes change
+
+    def _stored(self, run: NodeRun) -> NodeRun:
+        """The node as the store knows it, of one as a prompt and the pool do; from any thread."""
+        return run
+
+    def _drop(self, key: NodeKey) -> None:
+        """A node of the store was released: the pool has it for those who use it only."""
+        self._pool.drop(key)
+
+    def _first_position(self, key: NodeKey) -> int:
+        """Where the first key of a node in the pool is rotated to: its local position 0."""
+        return 0
 
 
 def _is_due(arrival: Arrival) -> bool:
@@ -403,14 +424,20 @@ def _some(found: T | None) -> T:
     return found
 
 
-def write_node_kv(pool: PagePool, geometry: Geometry, k: Tensor, v: Tensor, pages: Pages) -> None:
+def write_node_kv(
+    pool: PagePool, geometry: Geometry, k: Tensor, v: Tensor, pages: Pages, first: int = 0
+) -> None:
     """Fill a node's pages: raw keys rotated at their local position (invariant 2), values as is.
 
     Args:
+        pool, geometry: of the engine.
         k, v: [layers, tokens, kv_heads, head_dim].
+        pages: of the node.
+        first: position of the first token; 0 but for copies that stand at one place only.
     """
     tokens = k.shape[1]
-    write_at(pool, geometry, k, v, pool.slots(pages, 0, tokens), torch.arange(tokens))
+    positions = torch.arange(first, first + tokens)
+    write_at(pool, geometry, k, v, pool.slots(pages, 0, tokens), positions)
 
 
 def write_at(

@@ -148,8 +148,7 @@ class PagePool:
         self._tell_evicted = evicted or (lambda key, pages: None)
         self._allocator = PageAllocator(pages)
         self._resident: dict[PageKey, Resident] = {}
-        budget = pages if idle_pages is None else min(idle_pages, pages)
-        self._idle: EvictionPolicy[PageKey] = EvictionPolicy(budget)  # sizes in pages
+        self._idle = _idle_policy(pages, idle_pages)
         self._pins: Counter[PageKey] = Counter()
 
     @property
@@ -265,6 +264,16 @@ class PagePool:
             self._idle.forget(key)
             self._give_up(key)
 
+    def clear(self, idle_pages: int | None = None) -> None:
+        """Give up all idle entries and forget how often anything was used.
+
+        Args:
+            idle_pages: most pages that idle entries may keep from here on; None = all there are.
+        """
+        for key in [key for key, entry in self._resident.items() if not entry.users]:
+            self._give_up(key)
+        self._idle = _idle_policy(self.total_pages, idle_pages)
+
     def pin(self, key: PageKey) -> None:
         """Count an entry that is in use as pinned: its pages are there for no other."""
         if not self._pins[key]:
@@ -304,7 +313,15 @@ class PagePool:
 
     def slots(self, pages: Pages, first: int, count: int) -> torch.Tensor:
         """int64 [count]: slots of the tokens ``first .. first + count`` of a segment."""
+        return self.host_slots(pages, first, count).to(self.k.device)
+
+    def host_slots(self, pages: Pages, first: int, count: int) -> torch.Tensor:
+        """As `slots`, on the host."""
         index = torch.arange(first, first + count)
         table = torch.tensor(pages, dtype=torch.int64)
-        slots = table[index // self.page_size] * self.page_size + index % self.page_size
-        return slots.to(self.k.device)
+        return table[index // self.page_size] * self.page_size + index % self.page_size
+
+
+def _idle_policy(pages: int, idle_pages: int | None) -> EvictionPolicy[PageKey]:
+    """Sizes are in pages."""
+    return EvictionPolicy(pages if idle_pages is None else min(idle_pages, pages))

@@ -124,7 +124,7 @@ def test_rows_and_bars(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without a GPU")
-@pytest.mark.parametrize("command", ["ttft", "throughput"])
+@pytest.mark.parametrize("command", ["ttft", "throughput", "trace"])
 def test_without_a_gpu_they_say_so(command: str) -> None:
     done = CliRunner().invoke(app, ["bench", command])
     assert done.exit_code != 0

@@ -677,7 +677,7 @@ def test_an_outcome_waits_for_any_number_of_stores_and_no_longer():
         writes = [Write(NodeKey(bytes(32)), 1) for _ in range(count)]
         placed = Placed(
             arriving={
-                NodeKey(n.to_bytes(32, "big")): Arrival(None, (0, 0), write=write)  # type: ignore[arg-type]
+                NodeKey(n.to_bytes(32, "big")): Arrival(None, None, (0, 0), write=write)  # type: ignore[arg-type]
                 for n, write in enumerate(writes)
             }
         )
