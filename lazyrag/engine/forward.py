@@ -83,6 +83,11 @@ class Forward(Protocol):
         """Whether passes are only begun when `launch` returns."""
         ...
 
+    @property
+    def shared_tokens(self) -> int:
+        """Prompt tokens of a pass for which answers that are being written may be let wait."""
+        ...
+
     def launch(self, batch: Sequence[NextTokens]) -> Launched:
         """Start one pass; a request stands in it once, and none of `Quality.MATERIALIZED`."""
         ...
@@ -119,6 +124,7 @@ class EagerForward:
     """
 
     asynchronous = False
+    shared_tokens = 256
 
     def __init__(self, model: LoadedModel, attention: PagedAttention) -> None:
         self._model = model

@@ -164,6 +164,11 @@ class Runner:
         self._raw: dict[NodeKey, StoredKV] = {}
         self._named: tuple[PlacedPrompt | None, Sequence[LiveKey]] = None, ()
 
+    @property
+    def shared_tokens(self) -> int:
+        """See `Forward.shared_tokens`."""
+        return self._packed.shared_tokens
+
     def check_fits(self, request: Request) -> None:
         """Refuse what the pool could not hold even when nothing else runs; from any thread.
 

@@ -31,8 +31,6 @@ from lazyrag.errors import EngineBusyError, LazyRagError, RequestError
 
 STEP_TOKENS = 2048
 """Prompt tokens of one forward pass when no answer is being written."""
-SHARED_STEP_TOKENS = 256
-"""The same when answers are being written, which wait for the pass."""
 MAX_RUNNING = 256
 """Requests that run at once."""
 MAX_WAITING = 4096
@@ -113,7 +111,8 @@ class Scheduler:
             for task in self._running
             if isinstance(task, PassTask) and task.begun and not task.exhausted
         ]
-        budget = SHARED_STEP_TOKENS if any(task.decoding for task in ready) else STEP_TOKENS
+        shared = any(task.decoding for task in ready)
+        budget = self._runner.shared_tokens if shared else STEP_TOKENS
         batch: Pass = []
         for task in sorted(ready, key=lambda task: -task.request.options.priority):
             if task.decoding:

@@ -566,6 +566,8 @@ class _Pass(EagerLaunched):
 class _Forward:
     """Passes without a model; a request's rows are still laid out, and every id is 65."""
 
+    shared_tokens = 24
+
     def __init__(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
         self.failure: BaseException | None = None
@@ -761,9 +763,9 @@ def test_10_000_random_steps_keep_the_invariants(open_engine, monkeypatch):
             "timeout_s": 1e6,
         }
         requests.append(engine._request(parts, None, options))
-    for name in ("MAX_RUNNING", "STEP_TOKENS", "SHARED_STEP_TOKENS", "MAX_WAITING"):
+    for name in ("MAX_RUNNING", "STEP_TOKENS", "MAX_WAITING"):
         monkeypatch.setattr(scheduler_module, name, getattr(scheduler_module, name))
-    scheduler_module.STEP_TOKENS, scheduler_module.SHARED_STEP_TOKENS = 64, 24
+    scheduler_module.STEP_TOKENS = 64
     scheduler_module.MAX_WAITING = 12
     SchedulerMachine.engine, SchedulerMachine.requests, SchedulerMachine.steps = engine, requests, 0
     monkeypatch.setattr(logging.getLogger("lazyrag"), "disabled", True)
@@ -1036,7 +1038,7 @@ def test_cancelled_while_waiting(small: Bench):
 @pytest.mark.parametrize("how", ["cancelled", "timeout"])
 def test_leaving_during_a_long_prefill(bench: Bench, monkeypatch, how):
     monkeypatch.setattr(scheduler_module, "STEP_TOKENS", 32)
-    monkeypatch.setattr(scheduler_module, "SHARED_STEP_TOKENS", 32)
+    monkeypatch.setattr(EagerForward, "shared_tokens", 32)
     answer, reader = bench.add(prompt(0, ask="long " * 100), max_new_tokens=4, timeout_s=1e6)
     bench.step(3)
     assert answer.started is not None and not answer.decoding and answer._computed == 96
@@ -1137,7 +1139,7 @@ def test_a_prompt_of_higher_priority_is_read_first(bench: Bench, monkeypatch):
 
 
 def test_a_long_prompt_does_not_stop_answers_being_written(bench: Bench, monkeypatch):
-    monkeypatch.setattr(scheduler_module, "SHARED_STEP_TOKENS", 16)
+    monkeypatch.setattr(EagerForward, "shared_tokens", 16)
     written, _ = bench.add(prompt(0), max_new_tokens=100, json_schema=ENDLESS)
     bench.step()
     long, reader = bench.add(prompt(1, ask="long " * 60), max_new_tokens=2)
