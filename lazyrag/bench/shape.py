@@ -39,7 +39,10 @@ LLAMA_8B: dict[str, Any] = {
 
 
 def random_model(settings: dict[str, Any], device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """A checkpoint of this configuration that was never trained, with one token a byte."""
+    """A checkpoint of this configuration that was never trained.
+
+    Its tokenizer makes one token of each byte; ids that no text becomes are words of their own.
+    """
     seam.register()
     config = AutoConfig.for_model(**settings)
     torch.manual_seed(0)
@@ -52,7 +55,7 @@ def random_model(settings: dict[str, Any], device: torch.device, dtype: torch.dt
     return LoadedModel(
         name=name,
         model=model,
-        tokenizer=PromptTokenizer(_bytes_tokenizer()),
+        tokenizer=PromptTokenizer(_bytes_tokenizer(config.vocab_size)),
         geometry=read_geometry(model, name),
         weights_digest=hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest(),
         eos_ids=frozenset(),
@@ -60,9 +63,10 @@ def random_model(settings: dict[str, Any], device: torch.device, dtype: torch.dt
     )
 
 
-def _bytes_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+def _bytes_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens += [f"\u0120word{number}" for number in range(len(tokens), vocabulary)]
+    backend = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend)

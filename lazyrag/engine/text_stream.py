@@ -75,6 +75,8 @@ class TextStream:
             raise RuntimeError("This text has ended: it takes no more tokens.")
         self._window.append(token_id)
         decoded = self._decode(self._window)
+        if decoded == self._decoded and not self._decode([token_id, token_id]):
+            self._window.pop()  # special or of no meaning: no text anywhere, and no context
         agrees = decoded.startswith(self._given)
         self._waited = self._waited + 1 if decoded == self._decoded or not agrees else 0
         self._decoded = decoded
