@@ -132,6 +132,21 @@ class PositionedPlacer(NodePlacer):
         copies = list(self._copies.get(self._stored(run).key, ()))
         return any(copy in self._pool for copy in copies) or super().ahead(run)
 
+    def others(self, key: PositionedKey) -> list[PositionedKey]:
+        """Copies of the same node for other places that are in the pool."""
+        copies = self._copies.get(key.node, {})
+        return [
+            copy
+            for copy in copies
+            if copy != key and copy in self._pool and self._pool.entry(copy).ready
+        ]
+
+    def goes(self, key: PositionedKey) -> None:
+        """A copy leaves the pool: one that stays alone is worth what the node is worth."""
+        self._copies.get(key.node, {}).pop(key, None)
+        if len(others := self.others(key)) == 1:
+            self._pool.reprice(others[0])
+
     def place(self, until: float) -> bool:
         """See `NodePlacer`."""
         moved = super().place(until)

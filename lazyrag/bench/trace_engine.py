@@ -42,6 +42,10 @@ class _Placer(PositionedPlacer):
         return placed
 
 
+COPIED_BYTES_PER_S = 4e12
+"""Read and written when a copy is made within the device."""
+
+
 class TraceEngine(Engine):
     """An engine whose mode and budgets change between runs. Arguments are those of `Engine`.
 
@@ -162,7 +166,16 @@ class TraceEngine(Engine):
         return self._placer
 
     def _bring_s(self, key: PageKey, tokens: int) -> float:
-        return super()._bring_s(key.node if isinstance(key, PositionedKey) else key, tokens)
+        if not isinstance(key, PositionedKey):
+            return super()._bring_s(key, tokens)
+        if self._placer.others(key):
+            return 2 * tokens * self.kv_bytes_per_token / COPIED_BYTES_PER_S
+        return super()._bring_s(key.node, tokens)
+
+    def _evicted(self, key: PageKey, pages: int) -> None:
+        super()._evicted(key, pages)
+        if isinstance(key, PositionedKey):
+            self._placer.goes(key)
 
     def _request(
         self,

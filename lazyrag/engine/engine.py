@@ -135,11 +135,6 @@ class Engine:
             evicted=partial(metrics.evicted, Tier.HOST, 1),
         )
         page_size = page_size_on(model.device)
-        page_bytes = page_size * geometry.kv_bytes_per_token(model.dtype)
-
-        def evicted(key: PageKey, pages: int) -> None:
-            metrics.evicted(Tier.DEVICE, isinstance(key, NodeKey), pages * page_bytes)
-
         self._pool = PagePool(
             geometry,
             pages=_pool_pages(model, pool_bytes),
@@ -148,7 +143,7 @@ class Engine:
             device=model.device,
             idle_pages=_idle_pages(model, page_size, idle_bytes),
             bring_s=self._bring_s,
-            evicted=evicted,
+            evicted=self._evicted,
         )
         self._temporary = tempfile.TemporaryDirectory(prefix="lazyrag-") if store is None else None
         self.store = KVStore.open(self._temporary.name if self._temporary else store or "")
@@ -179,6 +174,12 @@ class Engine:
         """What brings nodes into the pool; the benchmarks have others."""
         geometry = self._model.geometry
         return NodePlacer(self._pool, geometry, fetcher, computer, self._costs)
+
+    def _evicted(self, key: PageKey, pages: int) -> None:
+        """An entry leaves the pool for want of room."""
+        pool, model = self._pool, self._model
+        nbytes = pages * pool.page_size * model.geometry.kv_bytes_per_token(model.dtype)
+        self._metrics.evicted(Tier.DEVICE, isinstance(key, NodeKey), nbytes)
 
     def _bring_s(self, key: PageKey, tokens: int) -> float:
         """Seconds to bring an entry of the pool back once it is gone."""

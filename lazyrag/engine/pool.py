@@ -250,6 +250,14 @@ class PagePool:
             self._idle.forget(key)
             self._give_up(key)
             return
+        self._offer(key, entry)
+
+    def reprice(self, key: PageKey) -> None:
+        """Weigh an idle entry anew: the seconds to bring it back have changed."""
+        if key in self._idle:
+            self._offer(key, self._resident[key])
+
+    def _offer(self, key: PageKey, entry: Resident) -> None:
         size = max(1, len(entry.pages))
         offer = self._idle.add(key, size, self._bring_s(key, entry.tokens))
         self._evicted(offer.evicted if offer.admitted else (key,))

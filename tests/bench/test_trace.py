@@ -155,6 +155,22 @@ def test_a_copy_is_read_once_and_turned_on(engine: TraceEngine) -> None:
     assert movements["host", "device"] == 3
 
 
+def test_copies_that_are_not_the_only_one_go_first(engine: TraceEngine) -> None:
+    """And the last one is worth what the node is worth."""
+    budget = 3 * NODE_BYTES
+    ask_all(engine, Mode.BLOCK_ATTENTION, [(0, 1), (1, 0), (0, 1), (2,), (2,)], idle_bytes=budget)
+    keys = [engine.key_of(text) for text in random_texts("few", 5, 32)[:3]]
+    left = [key for key in engine._pool._resident if isinstance(key, PositionedKey)]
+    assert sorted(key.node for key in left) == sorted(keys)
+    for key in left:
+        assert engine._bring_s(key, 32) == super(TraceEngine, engine)._bring_s(key.node, 32)
+    ask_all(engine, Mode.BLOCK_ATTENTION, [(0, 1), (1, 0)], idle_bytes=budget)
+    costs = {key: engine._bring_s(key, 32) for key in engine._pool._resident}
+    twice = [key for key in costs if len(engine._placer.others(key))]
+    assert twice and len(costs) == 3
+    assert max(costs[key] for key in twice) < min(costs[key] for key in costs if key not in twice)
+
+
 def test_in_every_mode_all_pages_come_back(engine: TraceEngine) -> None:
     for mode in Mode:
         ask_all(engine, mode, ORDERS)
