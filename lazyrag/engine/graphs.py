@@ -326,7 +326,7 @@ def _choose(logits: Tensor) -> Tensor:
     """int32 [2, rows]: the likeliest ids, of equals the lowest, and the bits of their logits."""
     rows, vocab = logits.shape
     parts = CHOICE_PARTS if vocab % CHOICE_PARTS == 0 else 1  # one row alone is one program's work
-    tops, inside = logits.view(rows, parts, -1).max(dim=-1)
+    tops, inside = logits.view(rows, parts, vocab // parts).max(dim=-1)
     top, part = tops.max(dim=-1, keepdim=True)
     ids = (part * (vocab // parts) + inside.gather(1, part))[:, 0]
     top = top[:, 0].contiguous()

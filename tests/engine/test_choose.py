@@ -10,6 +10,7 @@ import torch
 
 from lazyrag.engine.choose import Choice
 from lazyrag.engine.forward import EagerLaunched
+from lazyrag.engine.graphs import _choose
 from lazyrag.engine.sampling import Sampler, make_options
 from lazyrag.errors import LazyRagError
 
@@ -83,3 +84,14 @@ def test_a_constraint_or_penalty_needs_the_host() -> None:
     one, penalised = samplers()[1], samplers()[6]
     assert Choice(EagerLaunched(logits), [one, None]).on_device
     assert not Choice(EagerLaunched(logits), [one, penalised]).on_device
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("vocab", [300, 320])
+def test_the_likeliest_of_a_vocabulary_in_parts(rows: int, vocab: int) -> None:
+    """Of equals the lowest; also of a long pass that only reads a prompt."""
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    logits[:, 7::100] = 9.0
+    ids, tops = _choose(logits)
+    assert ids.tolist() == [7] * rows
+    assert tops.view(torch.float32).tolist() == [9.0] * rows
