@@ -101,7 +101,7 @@ class GraphForward:
     """
 
     asynchronous = True
-    shared_tokens = BUCKETS[-1] - 64  # with the next tokens of some answers it is still captured
+    shared_tokens = 2048
 
     def __init__(self, model: LoadedModel, attention: TritonAttention) -> None:
         self._model, self._attention, self._device = model, attention, model.device
