@@ -18,7 +18,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -61,7 +60,7 @@ class Ranks:
             `together`, once `serve` was called.
     """
 
-    _left = False  # the group of this process was closed
+    _joined = False  # a process does so once: the others do not come back
 
     def __init__(self, device: torch.device, owned: bool) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
@@ -86,10 +85,10 @@ class Ranks:
             ModelError: torchrun did not start this process, the group was closed before, the device
                 has a number or is not the one that transformers would take, or ranks do not meet.
         """
-        if cls._left:
+        if cls._joined:
             raise ModelError(
-                "the other ranks have left: a program opens one engine with tensor_parallel=True, "
-                "and not another one when that is closed."
+                "a program opens one engine with tensor_parallel=True, and not another one when "
+                "that is closed: the other ranks serve the first one, and end with it."
             )
         begun = dist.is_initialized()
         if not begun and not all(name in os.environ for name in _ENVIRONMENT):
@@ -117,6 +116,7 @@ class Ranks:
                     timeout=timedelta(seconds=LOAD_S),
                     device_id=device if device.type == "cuda" else None,
                 )
+            cls._joined = True
             return cls(device, not begun)
         except (RuntimeError, ValueError) as error:
             raise ModelError(f"the {count} ranks did not meet: {_first_line(error)}") from error
@@ -158,7 +158,7 @@ class Ranks:
     def serve(self) -> None:
         """From here on the others wait for messages; rank 0 notices when one dies."""
         self.in_step, self._serving = False, True
-        atexit.register(_close, weakref.ref(self))
+        atexit.register(self.close)
         for rank in range(1, self.count):
             name = f"lazyrag-rank-{rank}"
             watcher = threading.Thread(target=self._watch, args=(rank,), name=name, daemon=True)
@@ -202,7 +202,8 @@ class Ranks:
         try:
             if self._closed:
                 return
-            self._closed = Ranks._left = True
+            self._closed = True
+            atexit.unregister(self.close)
             if self._serving and self._failure is None:
                 with suppress(RuntimeError):  # they are gone already
                     self._tell({"do": "close"})
@@ -215,7 +216,17 @@ class Ranks:
     # the other ranks
 
     def hear(self) -> Message:
-        """The next message of rank 0, whenever it comes."""
+        """The next message of rank 0, whenever it comes.
+
+        Raises:
+            LazyRagError: rank 0 has ended.
+        """
+        try:
+            return self._hear()
+        except RuntimeError as error:
+            raise LazyRagError("rank 0 has ended: see what it printed.") from error
+
+    def _hear(self) -> Message:
         head = torch.empty(HEAD_BYTES, dtype=torch.uint8)
         dist.broadcast(head, 0, group=self._messages)
         length = int(head[:8].view(torch.int64))
@@ -230,7 +241,7 @@ class Ranks:
     def leave(self) -> None:
         """Rank 0 has closed: say that this is no accident, and go."""
         dist.send(torch.zeros(1, dtype=torch.uint8), 0, group=self._watching)
-        self._closed = Ranks._left = True
+        self._closed = True
         self._leave()
 
     # heads; every rank calls these in the same order
@@ -308,12 +319,6 @@ class Ranks:
     def _leave(self) -> None:
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _close(ranks: weakref.ref[Ranks]) -> None:
-    """At the end of the program, for an engine that was not closed."""
-    if (open_one := ranks()) is not None:
-        open_one.close()
 
 
 def _first_line(error: BaseException) -> str:
