@@ -289,8 +289,8 @@ class Engine:
     ) -> Engine:
         """As `from_pretrained`, but one engine per model, store and settings in this process.
 
-        Without a store there is nothing to share, and a fresh engine is made. Sizes of memory and
-        ``reuse_live`` tell no engines apart: the first one's stay.
+        Without a store there is nothing to share, and a fresh engine is made. Sizes of memory,
+        ``reuse_live`` and ``tensor_parallel`` tell no engines apart: the first one's stay.
         """
         if store is None:
             return cls.from_pretrained(model, **settings)
@@ -831,7 +831,7 @@ def _shared_key(
     chosen["dtype"] = dtype = str(parse_dtype(chosen["dtype"], device)).removeprefix("torch.")
     if chosen["kv_dtype"] == KVDType.MODEL:
         chosen["kv_dtype"] = dtype
-    for name in ("pool_bytes", "idle_bytes", "host_bytes", "reuse_live"):
+    for name in ("pool_bytes", "idle_bytes", "host_bytes", "reuse_live", "tensor_parallel"):
         del chosen[name]
     return tuple(sorted((name, str(value)) for name, value in chosen.items()))
 

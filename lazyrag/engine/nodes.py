@@ -155,7 +155,7 @@ def _nothing() -> None:
 
 
 NodeWrite = Callable[[Tensor, Tensor, Pages, int], None]
-"""Fills pages with raw k and v [layers, tokens, kv_heads, dim], from the position of the first on."""
+"""Fills pages with raw k and v [layers, tokens, kv_heads, dim]; last, the first one's position."""
 
 
 class NodePlacer:

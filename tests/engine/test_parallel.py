@@ -5,6 +5,7 @@ On two GPUs: ``LAZYRAG_TEST_DEVICE=cuda python -m pytest tests/engine/test_paral
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -15,11 +16,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from lazyrag import Engine, LazyRagError, Live, ModelError, Node, RequestError
+from lazyrag import AsyncEngine, Engine, LazyRagError, Live, ModelError, Node, RequestError
+from lazyrag.engine.calibrate import calibrate
 from lazyrag.model import ranks as ranks_module
 from lazyrag.model.geometry import AllHeads, Geometry
 from tests.support.ranks import run_ranks
@@ -132,8 +135,11 @@ def test_stores_do_not_tell_how_many_ranks_there_were(shared, tmp_path: Path) ->
     compare(alone, leader.result)
 
 
-def heads(folder: Path, store: Path, tensor_parallel: bool) -> tuple[list[Any], Any, list[int]]:
-    with opened(folder, store, tensor_parallel) as engine:
+def found_heads(
+    folder: Path, store: Path, tensor_parallel: bool
+) -> tuple[list[Any], Any, list[int]]:
+    fewer = mock.patch.dict(calibrate.__kwdefaults__, questions=6)  # on every rank
+    with fewer, opened(folder, store, tensor_parallel) as engine:
         engine.precompute(TEXTS)
         found = engine.calibrate(TEXTS)
         answer = engine.generate(prompt(4, 6), max_new_tokens=12, quality="best")
@@ -145,10 +151,10 @@ def test_the_same_heads_are_found_and_choose_the_same_nodes(
 ) -> None:
     monkeypatch.setenv("LAZYRAG_CACHE", str(tmp_path / "cache"))
     folder = shared("llama")
-    leader, _ = run_ranks(heads, folder, tmp_path / "kv", True)
+    leader, _ = run_ranks(found_heads, folder, tmp_path / "kv", True)
     assert leader.code == 0, leader.result
     there, shares, ids = leader.result
-    expected = heads(folder, tmp_path / "kv", False)
+    expected = found_heads(folder, tmp_path / "kv", False)
     assert (there, ids) == (expected[0], expected[2])
     assert shares == pytest.approx(expected[1], abs=SCORES)
 
@@ -232,6 +238,28 @@ def limits(folder: Path, store: Path) -> None:
 def test_what_is_not_possible_is_said_and_the_ranks_go_on(shared, tmp_path: Path) -> None:
     leader, follower = run_ranks(limits, shared("llama"), tmp_path / "kv")
     assert (leader.code, follower.code) == (0, 0), leader.result
+
+
+def on_asyncio(folder: Path, store: Path) -> list[list[int]]:
+    async def main() -> list[list[int]]:
+        settings = {"store": store, "dtype": "float32", "sink": "template"}
+        opened = await AsyncEngine.shared(folder, **settings, tensor_parallel=True)
+        async with opened as engine:
+            assert Engine.shared(folder, **settings) is engine.engine  # as adapters find it
+            await engine.precompute(TEXTS[:2])
+            asked = (prompt(0, 1), prompt(1, 0))
+            every = [engine.generate(one, max_new_tokens=8) for one in asked]
+            return [one.token_ids for one in await asyncio.gather(*every)]
+
+    return asyncio.run(main())
+
+
+def test_asyncio_and_shared_engines(shared, tmp_path: Path) -> None:
+    leader, follower = run_ranks(on_asyncio, shared("llama"), tmp_path / "kv")
+    assert (leader.code, follower.code) == (0, 0), leader.result
+    with opened(shared("llama"), tmp_path / "kv", False) as engine:
+        for order, ids in zip(((0, 1), (1, 0)), leader.result, strict=True):
+            assert engine.generate(prompt(*order), max_new_tokens=8).token_ids == ids
 
 
 def left_open(folder: Path, store: Path) -> str:
