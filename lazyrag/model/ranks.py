@@ -114,7 +114,6 @@ class Ranks:
                 dist.init_process_group(
                     "nccl" if device.type == "cuda" else "gloo",
                     timeout=timedelta(seconds=LOAD_S),
-                    device_id=device if device.type == "cuda" else None,
                 )
             cls._joined = True
             return cls(device, not begun)

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from lazyrag import AsyncEngine, Engine, LazyRagError, Live, ModelError, Node, RequestError
+from lazyrag.engine.attention import TritonAttention
 from lazyrag.engine.calibrate import calibrate
 from lazyrag.model import ranks as ranks_module
 from lazyrag.model.geometry import AllHeads, Geometry
@@ -79,6 +80,7 @@ def answers(folder: Path, store: Path, tensor_parallel: bool) -> dict[str, Any]:
     """What an engine says; the same in one process and, on rank 0, in several."""
     with opened(folder, store, tensor_parallel) as engine:
         assert (engine._model.ranks is not None) is tensor_parallel
+        assert isinstance(engine._runner._paged, TritonAttention) is bool(GPUS)
         keys = engine.precompute(TEXTS)
         asked = [prompt(*order) for order in ORDERS]
         alone = [engine.generate(one, max_new_tokens=12) for one in asked]
@@ -345,18 +347,52 @@ def test_geometry_of_a_rank_and_of_all() -> None:
     assert AllHeads(3, 12, 6, 16).kv_bytes_per_token(torch.float16) == 2 * 3 * 6 * 16 * 2
 
 
-PROGRAM = Path(__file__).parents[2] / "examples" / "tensor_parallel.py"
+DYING = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from lazyrag import Engine
+
+folder, store = sys.argv[1:]
+sign = Path(store + ".sign")
+
+def die():
+    while not sign.exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ["RANK"] == "1":
+    threading.Thread(target=die, daemon=True).start()
+with Engine.from_pretrained(folder, store=store, tensor_parallel=True) as engine:
+    for piece in engine.stream("Once upon a time", max_new_tokens=5000, temperature=3.0):
+        sign.touch()
+"""
 
 
-def test_the_example_under_torchrun(shared, tmp_path: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *command, PROGRAM, shared("qwen3"), tmp_path / "kv"],
+def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, "--nproc-per-node", "2", *map(str, arguments)],
         env={**os.environ, "NCCL_NVLS_ENABLE": "0"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+@pytest.mark.skipif(not GPUS, reason="the same over gloo is tested above, in less time")
+def test_torchrun_ends_the_program_when_a_rank_dies(shared, tmp_path: Path) -> None:
+    program = tmp_path / "dying.py"
+    program.write_text(DYING)
+    done = torchrun(program, shared("qwen3"), tmp_path / "kv")
+    assert done.returncode == 1, done.stderr[-4000:]
+    assert (tmp_path / "kv.sign").exists(), done.stderr[-4000:]
+
+
+PROGRAM = Path(__file__).parents[2] / "examples" / "tensor_parallel.py"
+
+
+def test_the_example_under_torchrun(shared, tmp_path: Path) -> None:
+    done = torchrun(PROGRAM, shared("qwen3"), tmp_path / "kv")
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("2 of 2 nodes reused") == 2
