@@ -188,7 +188,7 @@ def _sharing(ranks: Ranks | None) -> dict[str, Any]:
         config: Any = DistributedConfig
         return {"distributed_config": config(tp_size=ranks.count, tp_plan="auto")}
     except TypeError as error:
-        raise ModelError("tensor_parallel=True needs transformers 5.15 or newer.") from error
+        raise ModelError("tensor_parallel=True needs transformers 5.17 or newer.") from error
 
 
 def _digest(source: ModelSource, config: PretrainedConfig, ranks: Ranks | None) -> str:

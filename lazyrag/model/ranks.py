@@ -90,13 +90,12 @@ class Ranks:
                 "a program opens one engine with tensor_parallel=True, and not another one when "
                 "that is closed: the other ranks serve the first one, and end with it."
             )
-        begun = dist.is_initialized()
-        if not begun and not all(name in os.environ for name in _ENVIRONMENT):
+        if not all(name in os.environ for name in _ENVIRONMENT):
             raise ModelError(
                 "tensor_parallel=True needs several processes: start the program with "
                 f"'{COMMAND}', N being the number of GPUs."
             )
-        count = dist.get_world_size() if begun else int(os.environ["WORLD_SIZE"])
+        begun, count = dist.is_initialized(), int(os.environ["WORLD_SIZE"])
         if count == 1:
             return None
         expected = "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,7 +107,7 @@ class Ranks:
             )
         try:
             if device.type == "cuda":
-                device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+                device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
                 torch.cuda.set_device(device)
             if not begun:
                 dist.init_process_group(
@@ -313,6 +312,9 @@ class Ranks:
             time.sleep(0.01)
         if self._failure is None:
             self._failure = f"A pass over {self.count} ranks failed: {_first_line(error)}."
+            if "timed out" in str(error).lower():  # gloo has no class of its own for this
+                others = "Rank 1" if self.count == 2 else f"One of the ranks 1 to {self.count - 1}"
+                self._failure = f"{others} did not answer within {ANSWER_S:.0f} s."
         return LazyRagError(f"{self._failure} Start the program again.")
 
     def _leave(self) -> None:
