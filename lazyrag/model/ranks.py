@@ -105,9 +105,15 @@ class Ranks:
                 f"takes the GPU of its local rank, or the CPU where there is none ({expected!r} "
                 "here). Leave the device out; CUDA_VISIBLE_DEVICES says which GPUs there are."
             )
+        local = int(os.environ["LOCAL_RANK"])
+        if device.type == "cuda" and local >= torch.cuda.device_count():
+            raise ModelError(
+                f"there is no GPU for rank {os.environ['RANK']}: start one process for each of the "
+                f"{torch.cuda.device_count()} GPUs, not {count}."
+            )
         try:
             if device.type == "cuda":
-                device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+                device = torch.device("cuda", local)
                 torch.cuda.set_device(device)
             if not begun:
                 dist.init_process_group(
