@@ -40,6 +40,11 @@ class LeadingForward:
         self._next = 0
         self._gone: deque[int] = deque()
 
+    @property
+    def shared_tokens(self) -> int:
+        """See `Forward`."""
+        return self._inner.shared_tokens
+
     def launch(self, batch: Sequence[NextTokens]) -> Launched:
         """See `Forward`."""
         new: list[Message] = []
