@@ -84,6 +84,14 @@ def riddles(texts: Sequence[str], count: int = QUESTIONS, seed: int = 0) -> list
     return made
 
 
+def riddles_of(
+    model: LoadedModel, texts: Sequence[str], questions: int = QUESTIONS
+) -> list[Riddle]:
+    """`riddles` over the texts that are short enough for this model's prompts."""
+    short = [text for text in texts if len(model.tokenizer.encode_text(text)) <= LONGEST]
+    return riddles(short, questions)
+
+
 def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.casefold())
 
@@ -108,8 +116,7 @@ def calibrate(
     Raises:
         RequestError: too few texts.
     """
-    short = [text for text in texts if len(model.tokenizer.encode_text(text)) <= LONGEST]
-    asked = riddles(short, questions)
+    asked = riddles_of(model, texts, questions)
     page = page_size_on(model.device)
     live = len(sink) + 64 + NODES * 8
     room = (LONGEST + page) * NODES + live + 2 * page
@@ -123,7 +130,8 @@ def calibrate(
     encoder = Encoder(model, sink, model.dtype)
     passes = Passes(model, pool)
     layers = range(len(model.geometry.layers))
-    total = torch.zeros(len(layers), model.geometry.q_heads, dtype=torch.float64)
+    q_heads = model.geometry.all_heads.q_heads
+    total = torch.zeros(len(layers), q_heads, dtype=torch.float64)
     for number, riddle in enumerate(asked):
         trial = _placed(model, encoder, pool, sink, riddle)
         try:
@@ -136,7 +144,7 @@ def calibrate(
             progress(number + 1, len(asked))
     shares = total / len(asked)
     best = shares.flatten().argsort(descending=True, stable=True)[:HEADS].tolist()
-    heads = [Head(*divmod(index, model.geometry.q_heads)) for index in best]
+    heads = [Head(*divmod(index, q_heads)) for index in best]
     return Calibration(
         tuple(heads), tuple(float(shares[head.layer, head.head]) for head in heads), len(asked)
     )

@@ -57,10 +57,14 @@ def check(model: LoadedModel) -> None:
             model.weights_digest,
             str(model.dtype),
             model.device.type,
+            *([] if model.ranks is None else [f"{model.ranks.count} ranks"]),
             *(f"{package} {version(package)}" for package in ("lazyrag", "torch", "transformers")),
         )
     )
-    if name in cache.read():
+    known = name in cache.read()
+    if model.ranks is not None:  # all examine, or none
+        known = model.ranks.share({"known": known} if model.ranks.leads else None)["known"]
+    if known:
         return
     error = examine(model)
     if not error <= TOLERANCE[model.dtype]:
@@ -69,7 +73,8 @@ def check(model: LoadedModel) -> None:
             f"model's own by {error:.1e} (at most {TOLERANCE[model.dtype]:.0e}). Its answers would "
             "be wrong, so it is refused. Please report the model and the output of 'lazyrag env'."
         )
-    cache.put(name, error)
+    if model.ranks is None or model.ranks.leads:
+        cache.put(name, error)
 
 
 def _probe(model: LoadedModel) -> tuple[list[PlacedPrompt], tuple[int, ...]]:

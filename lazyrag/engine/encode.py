@@ -96,12 +96,9 @@ class Encoder:
             ModelError: a value does not fit the KV dtype.
         """
         if self._sink and self._prefix is None:
-            (sink,) = self._run([self._sink], None, self._model.dtype)
-            self._prefix = [
-                (k.transpose(0, 1), v.transpose(0, 1)) for k, v in zip(*sink, strict=True)
-            ]
+            self.compute(())  # once; no part of what a node costs
         started = time.perf_counter()
-        kept = self._run(nodes, self._prefix, self._dtype)
+        kept = self.compute(nodes)
         if not torch.stack([kv.isfinite().all() for kv in kept]).all():
             raise ModelError(
                 f"keys or values of {self._model.name!r} do not fit {self._dtype}; "
@@ -110,6 +107,20 @@ class Encoder:
         on_cpu = [_on_cpu(kv) for kv in kept]
         self._costs.was_encoded(sum(map(len, nodes)), time.perf_counter() - started)
         return [StoredKV(tuple(ids), kv[0], kv[1]) for ids, kv in zip(nodes, on_cpu, strict=True)]
+
+    @torch.inference_mode()
+    def compute(self, nodes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """As `encode`, but unchecked and left on the device; of no nodes, only what they all need.
+
+        Returns:
+            [2, layers, tokens, kv_heads, head_dim] of each node.
+        """
+        if self._sink and self._prefix is None:
+            (sink,) = self._run([self._sink], None, self._model.dtype)
+            self._prefix = [
+                (k.transpose(0, 1), v.transpose(0, 1)) for k, v in zip(*sink, strict=True)
+            ]
+        return self._run(nodes, self._prefix, self._dtype) if nodes else []
 
     def _run(
         self,

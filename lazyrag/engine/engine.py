@@ -42,6 +42,8 @@ from lazyrag.engine.library import Library
 from lazyrag.engine.live import LiveKey
 from lazyrag.engine.metrics import EngineStats, Gauges, Metrics
 from lazyrag.engine.nodes import NodePlacer
+from lazyrag.engine.parallel.follow import follow
+from lazyrag.engine.parallel.lead import Leader, LeadingEncoder
 from lazyrag.engine.pool import PageKey, PagePool, page_size_on
 from lazyrag.engine.progress import token_bar
 from lazyrag.engine.report import Tier
@@ -156,16 +158,28 @@ class Engine:
             vocabulary=model.model.config.vocab_size,
             longest_node=longest_node,
         )
-        encoder = Encoder(model, self.encoding.sink, kv, costs)
+        nodes_sink = self.encoding.sink
+        leader = None if model.ranks is None else Leader(model, self._pool, nodes_sink, kv)
+        self._leader = leader
+        encoder = (Encoder if leader is None else LeadingEncoder)(model, nodes_sink, kv, costs)
         fetcher = self._fetcher = Fetcher(self.store, host, costs, self.kv_bytes_per_token)
         writer = self._writer = Writer()
         computer = NodeComputer(self.store, digest, encoder, library, host, writer, costs)
         placer = self._make_placer(fetcher, computer)
-        self._runner = Runner(model, self._pool, placer, fetcher, computer, reuse_live=reuse_live)
+        self._runner = Runner(
+            model, self._pool, placer, fetcher, computer, reuse_live=reuse_live, leader=leader
+        )
         self._worker = Worker(self._runner, metrics)
         fetcher.notify = writer.notify = self._worker.node_arrived
         self._ingestor = Ingestor(
-            self.store, digest, library, encoder, geometry, kv, longest_node, self._worker.call
+            self.store,
+            digest,
+            library,
+            encoder,
+            geometry.all_heads,
+            kv,
+            longest_node,
+            self._worker.call,
         )
         self._constraints = JsonConstraints(model)
         self._calibration: Calibration | None = None
@@ -173,7 +187,8 @@ class Engine:
     def _make_placer(self, fetcher: Fetcher, computer: NodeComputer) -> NodePlacer:
         """What brings nodes into the pool; the benchmarks have others."""
         geometry = self._model.geometry
-        return NodePlacer(self._pool, geometry, fetcher, computer, self._costs)
+        write = None if self._leader is None else self._leader.write
+        return NodePlacer(self._pool, geometry, fetcher, computer, self._costs, write)
 
     def _evicted(self, key: PageKey, pages: int) -> None:
         """An entry leaves the pool for want of room."""
@@ -203,6 +218,7 @@ class Engine:
         host_bytes: int | None = None,
         reuse_live: bool = True,
         tenant: str = "",
+        tensor_parallel: bool = False,
     ) -> Engine:
         """Load a model and open a store.
 
@@ -223,27 +239,45 @@ class Engine:
             reuse_live: whether live text is reused when everything before it is the same: a
                 repeated system text, an unchanged chat history.
             tenant: nodes of one tenant are never served to another.
+            tensor_parallel: share the model among the processes that ``torchrun`` has started, one
+                a GPU (or on the CPU). Rank 0 gets the engine; in the others this call serves it
+                and, once it is closed, ends the program with `SystemExit`.
 
         The first use of a checkpoint runs a self-check of a second or two: attention over placed
         nodes must equal the model's own.
 
         Raises:
-            ModelError: the model cannot be loaded, is not supported or fails the self-check.
+            ModelError: the model cannot be loaded, is not supported or fails the self-check; with
+                ``tensor_parallel`` also that the program was not started with torchrun, or that
+                its heads cannot be shared among so many processes.
             StoreError: the store cannot be opened.
         """
-        loaded = load_model(os.fspath(model), device=device, dtype=dtype)
-        doctor.check(loaded)
-        return cls(
-            loaded,
-            store=store,
-            kv_dtype=kv_dtype,
-            sink=sink,
-            pool_bytes=pool_bytes,
-            idle_bytes=idle_bytes,
-            host_bytes=host_bytes,
-            reuse_live=reuse_live,
-            tenant=tenant,
+        loaded = load_model(
+            os.fspath(model), device=device, dtype=dtype, tensor_parallel=tensor_parallel
         )
+        ranks = loaded.ranks
+        try:
+            doctor.check(loaded)
+            if ranks is not None and not ranks.leads:
+                follow(loaded)
+                raise SystemExit(0)
+            if ranks is not None:
+                ranks.serve()
+            return cls(
+                loaded,
+                store=store,
+                kv_dtype=kv_dtype,
+                sink=sink,
+                pool_bytes=pool_bytes,
+                idle_bytes=idle_bytes,
+                host_bytes=host_bytes,
+                reuse_live=reuse_live,
+                tenant=tenant,
+            )
+        except Exception:
+            if ranks is not None:
+                ranks.close()
+            raise
 
     @classmethod
     def shared(
@@ -255,8 +289,8 @@ class Engine:
     ) -> Engine:
         """As `from_pretrained`, but one engine per model, store and settings in this process.
 
-        Without a store there is nothing to share, and a fresh engine is made. Sizes of memory and
-        ``reuse_live`` tell no engines apart: the first one's stay.
+        Without a store there is nothing to share, and a fresh engine is made. Sizes of memory,
+        ``reuse_live`` and ``tensor_parallel`` tell no engines apart: the first one's stay.
         """
         if store is None:
             return cls.from_pretrained(model, **settings)
@@ -322,7 +356,9 @@ class Engine:
     @property
     def kv_bytes_per_token(self) -> int:
         """On disk: 2 x layers x kv_heads x head_dim x bytes."""
-        return self._model.geometry.kv_bytes_per_token(getattr(torch, self.encoding.dtype.value))
+        return self._model.geometry.all_heads.kv_bytes_per_token(
+            getattr(torch, self.encoding.dtype.value)
+        )
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text as a node or as live text."""
@@ -483,8 +519,13 @@ class Engine:
         """
         self._check_open()
         chosen = self._library.some_texts(CALIBRATION_TEXTS) if texts is None else list(texts)
+        sink, leader = self.encoding.sink, self._leader
         found = self._worker.call(
-            lambda: calibrate(self._model, self.encoding.sink, chosen, progress=progress)
+            lambda: (
+                calibrate(self._model, sink, chosen, progress=progress)
+                if leader is None
+                else leader.calibrate(sink, chosen, progress)
+            )
         )
         remember(self._model, found)
         self._calibration = found
@@ -654,6 +695,8 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise RequestError("this engine is closed.")
+        if self._model.ranks is not None:
+            self._model.ranks.check()
 
     def _read(self, prompt: Prompt | Sequence[Mapping[str, str]]) -> ReadPrompt:
         if isinstance(prompt, str):
@@ -758,6 +801,8 @@ class Engine:
         self._worker.close()
         self._fetcher.close()
         self._writer.close()
+        if self._model.ranks is not None:
+            self._model.ranks.close()
         self.store.close()
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -786,7 +831,7 @@ def _shared_key(
     chosen["dtype"] = dtype = str(parse_dtype(chosen["dtype"], device)).removeprefix("torch.")
     if chosen["kv_dtype"] == KVDType.MODEL:
         chosen["kv_dtype"] = dtype
-    for name in ("pool_bytes", "idle_bytes", "host_bytes", "reuse_live"):
+    for name in ("pool_bytes", "idle_bytes", "host_bytes", "reuse_live", "tensor_parallel"):
         del chosen[name]
     return tuple(sorted((name, str(value)) for name, value in chosen.items()))
 

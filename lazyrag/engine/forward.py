@@ -162,7 +162,8 @@ def run(
 
 def packed_forward(model: LoadedModel, attention: PagedAttention) -> Forward:
     """The fastest there is for this device and model."""
-    if model.device.type != "cuda" or not isinstance(attention, TritonAttention):
+    alone = model.ranks is None  # the twin of the layers knows of no other ranks
+    if not (alone and model.device.type == "cuda" and isinstance(attention, TritonAttention)):
         return EagerForward(model, attention)
     try:
         from lazyrag.engine.graphs import GraphForward

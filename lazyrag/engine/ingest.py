@@ -14,7 +14,7 @@ import torch
 from lazyrag.engine.encode import Encoder, length_batches
 from lazyrag.engine.library import Library
 from lazyrag.errors import RequestError
-from lazyrag.model.geometry import Geometry
+from lazyrag.model.geometry import AllHeads
 from lazyrag.prompt.read import check_unicode
 from lazyrag.store import KVStore, NewNode, NewText
 from lazyrag.types import NodeKey, NodeText, Reference
@@ -70,7 +70,7 @@ class Ingestor:
         store, encoding: where, under which encoding.
         library: registers texts.
         encoder: computes KV.
-        geometry: of the model, for sizes.
+        heads: of the model, for sizes.
         kv_dtype: how K and V are kept.
         longest_node: most tokens a node may have.
         on_device: runs a forward pass where nothing else is in its way.
@@ -82,7 +82,7 @@ class Ingestor:
         encoding: bytes,
         library: Library,
         encoder: Encoder,
-        geometry: Geometry,
+        heads: AllHeads,
         kv_dtype: torch.dtype,
         longest_node: int,
         on_device: OnDevice,
@@ -92,7 +92,7 @@ class Ingestor:
         self._library = library
         self._encoder = encoder
         self._longest = longest_node
-        self._bytes_per_token = geometry.kv_bytes_per_token(kv_dtype)
+        self._bytes_per_token = heads.kv_bytes_per_token(kv_dtype)
         self._on_device = on_device
         self._seconds_per_token: float | None = None
 

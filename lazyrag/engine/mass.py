@@ -8,16 +8,21 @@ ProphetKV and QCFuse choose tokens to recompute so).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 import torch
 from lazyrag_kernels.rope import cos_sin, rotate
 from torch import Tensor
 
+from lazyrag.engine.attention import PagedAttention
+from lazyrag.engine.forward import run
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.sequence import PagedSequence
 from lazyrag.errors import LazyRagError
 from lazyrag.model import seam
 from lazyrag.model.geometry import Geometry
+from lazyrag.model.load import LoadedModel
+from lazyrag.model.ranks import Ranks
 
 Rows = tuple[PagedSequence, Sequence[int], Sequence[int]]
 """The next tokens of a sequence and their positions."""
@@ -39,10 +44,11 @@ class MassStep:
         layers: which are measured.
         stop: leave the pass with `LayersDone` before the attention of the layer behind the last
             measured one is computed.
+        ranks: the processes that share the heads; all of them measure.
 
     Attributes:
-        masses: of each sequence, by layer, fp32 [q_heads, rows, nodes] on the CPU: weight of a node
-            in a row; the rows are those behind the last node.
+        masses: of each sequence, by layer, fp32 [q_heads of all ranks, rows, nodes] on the CPU:
+            weight of a node in a row; the rows are those behind the last node.
     """
 
     def __init__(
@@ -54,8 +60,10 @@ class MassStep:
         layers: Collection[int],
         *,
         stop: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self._inner = inner
+        self._ranks = ranks
         self._pool = pool
         self._geometry = geometry
         self._layers = layers
@@ -72,7 +80,9 @@ class MassStep:
         if layer in self._layers:
             for view, masses in zip(self._views, self.masses, strict=True):
                 if view.lengths:
-                    masses[layer] = self._mass(layer, view, q[0], k[0])
+                    mass = self._mass(layer, view, q[0], k[0])
+                    whole = mass if self._ranks is None else self._ranks.all_heads(mass)
+                    masses[layer] = whole.cpu()
         if layer >= self._last:
             raise LayersDone
         return self._inner.attend(layer, q, k, v)
@@ -112,7 +122,41 @@ class MassStep:
             unseen = unseen | (positions[:, None] - view.positions.to(device)[None] >= spec.window)
         own = own.masked_fill(unseen, float("-inf")).logsumexp(dim=-1)  # [q_heads, rows]
         together = torch.cat((nodes, own[None])).softmax(dim=0)[:-1]  # [nodes, q_heads, rows]
-        return together.permute(1, 2, 0).cpu()
+        return together.permute(1, 2, 0)
+
+
+def measure(
+    model: LoadedModel,
+    attention: PagedAttention,
+    pool: PagePool,
+    sequence: PagedSequence,
+    ids: Sequence[int],
+    positions: Sequence[int],
+    layers: Collection[int],
+) -> dict[int, Tensor]:
+    """Read a prompt in one pass, up to the last of ``layers``, to see what it attends to.
+
+    Args:
+        model, attention, pool: of the engine.
+        sequence: nothing of it was computed yet.
+        ids, positions: of its live tokens.
+        layers: whose attention is measured.
+
+    Returns:
+        By layer fp32 [q_heads of all ranks, rows, nodes], see `MassStep`.
+    """
+    step = MassStep(
+        attention.step([sequence.rows(positions)]),
+        [(sequence, ids, positions)],
+        pool,
+        model.geometry,
+        layers,
+        stop=True,
+        ranks=model.ranks,
+    )
+    with suppress(LayersDone):
+        run(model, ids, step, ())
+    return step.masses[0]
 
 
 class _View:

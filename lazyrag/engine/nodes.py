@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -153,11 +154,22 @@ def _nothing() -> None:
     """After the end."""
 
 
+NodeWrite = Callable[[Tensor, Tensor, Pages, int], None]
+"""Fills pages with raw k and v [layers, tokens, kv_heads, dim]; last, the first one's position."""
+
+
 class NodePlacer:
     """Makes nodes resident: raw keys are rotated at their local position, once, into pages.
 
     A node is read once however many requests wait for it. Not thread-safe but where it is said: the
     worker owns it.
+
+    Args:
+        pool, geometry: of the engine.
+        fetcher: reads nodes.
+        computer: computes nodes.
+        costs: says which of the two is faster.
+        write: fills pages; None = `write_node_kv`, into ``pool``.
     """
 
     def __init__(
@@ -167,8 +179,10 @@ class NodePlacer:
         fetcher: Fetcher,
         computer: NodeComputer,
         costs: Costs,
+        write: NodeWrite | None = None,
     ) -> None:
         self._pool = pool
+        self._write_kv = write or partial(write_node_kv, pool, geometry)
         self._geometry = geometry
         self._fetcher = fetcher
         self._computer = computer
@@ -242,7 +256,8 @@ class NodePlacer:
             arrival.urgency = min(arrival.urgency, (-priority, arrival.urgency[1]))
             placed.arriving[key] = arrival
         else:
-            nbytes = resident.tokens * self._geometry.kv_bytes_per_token(self._pool.k.dtype)
+            whole = self._geometry.all_heads
+            nbytes = resident.tokens * whole.kv_bytes_per_token(self._pool.k.dtype)
             placed.resident[key] = Origin(Tier.DEVICE, nbytes)
 
     def leave(self, placed: Placed) -> None:
@@ -389,8 +404,7 @@ class NodePlacer:
     def _write(self, arrival: Arrival, sent: Sent) -> None:
         key, fetch = arrival.key, arrival.fetch
         entry = self._pool.entry(key)
-        first = self._first_position(key)
-        write_node_kv(self._pool, self._geometry, sent.k, sent.v, entry.pages, first)
+        self._write_kv(sent.k, sent.v, entry.pages, self._first_position(key))
         self._sender.received(sent)
         entry.ready = True
         if fetch is None:

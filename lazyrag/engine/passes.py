@@ -133,7 +133,7 @@ class Passes:
         pool, geometry = self._pool, self._model.geometry
 
         def measured(step: seam.AttentionStep, rows: Sequence[Rows]) -> MassStep:
-            made = MassStep(step, rows, pool, geometry, layers)
+            made = MassStep(step, rows, pool, geometry, layers, ranks=self._model.ranks)
             owners = [sequence for sequence, _, _ in rows]
             found.update(zip(owners, made.masses, strict=True))
             return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -21,9 +20,10 @@ from lazyrag.engine.forward import (
     run,
 )
 from lazyrag.engine.live import LiveKey, LiveNames, reusable_names
-from lazyrag.engine.mass import LayersDone, MassStep
+from lazyrag.engine.mass import measure
 from lazyrag.engine.materialized import MaterializedSequence
 from lazyrag.engine.nodes import NodePlacer, Placed
+from lazyrag.engine.parallel.lead import Leader
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.report import Origin, Tier
 from lazyrag.engine.request import Request
@@ -140,6 +140,7 @@ class Runner:
         fetcher: reads nodes.
         computer: computes nodes.
         reuse_live: whether live text that was computed before is reused.
+        leader: has other ranks do the same; None = there are none.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class Runner:
         computer: NodeComputer,
         *,
         reuse_live: bool = True,
+        leader: Leader | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -159,7 +161,9 @@ class Runner:
         self._computer = computer
         self._reuse_live = reuse_live
         self._paged = paged_attention(pool, model.geometry)
-        self._packed = packed_forward(model, self._paged)
+        self._leader = leader
+        packed = packed_forward(model, self._paged)
+        self._packed = packed if leader is None else leader.forward(packed)
         self._chosen: dict[RunningSequence, int] = {}  # by the pass that was fetched last
         self._raw: dict[NodeKey, StoredKV] = {}
         self._named: tuple[PlacedPrompt | None, Sequence[LiveKey]] = None, ()
@@ -176,6 +180,11 @@ class Runner:
             RequestError: says what is needed and what there is.
         """
         if request.options.quality is Quality.MATERIALIZED:
+            if self._leader is not None:
+                raise RequestError(
+                    f"quality {Quality.MATERIALIZED.value!r} compares within one process: it is "
+                    "not there with tensor_parallel=True."
+                )
             return
         pool, size = self.pool, self.pool.page_size
         nodes = {node.run.key: len(node.run.ids) for node in request.prompt.nodes}
@@ -351,17 +360,10 @@ class Runner:
                 for one in prompt.nodes
             ]
             sequence = PagedSequence(self.pool, nodes, pages, live)
-            step = MassStep(
-                self._paged.step([sequence.rows(prompt.live_positions)]),
-                [(sequence, prompt.live_ids, prompt.live_positions)],
-                self.pool,
-                self.model.geometry,
-                layers,
-                stop=True,
-            )
-            with suppress(LayersDone):
-                run(self.model, prompt.live_ids, step, ())
-            return step.masses[0]
+            asked = sequence, prompt.live_ids, prompt.live_positions, layers
+            if self._leader is not None:
+                return self._leader.look(self._paged, *asked)
+            return measure(self.model, self._paged, self.pool, *asked)
         finally:
             self.pool.release(pages)
 

@@ -93,6 +93,17 @@ class PagedSequence:
         return RequestRows(live, nodes, self._lse_scale), self._slots[first : self._length]
 
     @property
+    def capacity(self) -> int:
+        """Most live tokens."""
+        return self._positions.numel()
+
+    @property
+    def positions(self) -> list[int]:
+        """Of the live tokens so far."""
+        positions: list[int] = self._where[: self._length].tolist()
+        return positions
+
+    @property
     def length(self) -> int:
         """Live tokens so far, those of the step being planned included."""
         return self._length

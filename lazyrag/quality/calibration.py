@@ -50,9 +50,6 @@ def recall(model: LoadedModel) -> Calibration | None:
         found = Calibration(heads, tuple(map(float, kept["shares"])), int(kept["questions"]))
     except (TypeError, KeyError, ValueError):
         return None
-    geometry = model.geometry
-    known = all(
-        0 <= head.layer < len(geometry.layers) and 0 <= head.head < geometry.q_heads
-        for head in heads
-    )
+    there = model.geometry.all_heads
+    known = all(0 <= head.layer < there.layers and 0 <= head.head < there.q_heads for head in heads)
     return found if heads and known else None
