@@ -133,6 +133,7 @@ class Bench:
     def finish(self) -> None:
         for _ in range(5_000):
             if self.scheduler.idle:
+                self.engine._writer.close()  # outcomes wait until what was computed is stored
                 return
             self.step()
         raise AssertionError("it never ends")
