@@ -267,15 +267,15 @@ def quality(
     from lazyrag.bench.quality_data import read_examples
     from lazyrag.bench.quality_plot import svg
     from lazyrag.bench.quality_rows import RowWriter
-    from lazyrag.bench.quality_settings import BALANCED, BEST, EVERYTHING, FAST, LOOK, SHORT
-    from lazyrag.engine.calibrate import calibrated
-    from lazyrag.engine.sink import sink_ids
+    from lazyrag.bench.quality_settings import BALANCED, BEST, EVERYTHING, FAST, SHORT
+    from lazyrag.engine.engine import Engine
     from lazyrag.model.load import load_model
 
     examples = [example for file in data for example in read_examples(file, count)]
     loaded = load_model(model, device=device, dtype=dtype)
     texts = [text for example in examples for text in example.texts]
-    found = calibrated(loaded, sink_ids(LOOK.sink, loaded.tokenizer), texts)
+    with Engine(loaded) as engine:
+        found = engine.calibration or engine.calibrate(texts)
     writer = None if rows is None else RowWriter(rows)
 
     def done(made: Sequence[Row], examples_done: int) -> None:
@@ -295,7 +295,7 @@ def quality(
         to_json(report.as_json(measured, loaded.note))
     else:
         typer.echo(report.text(measured, loaded.note))
-    named = [setting.name for setting in (FAST, LOOK, BALANCED, BEST)]
+    named = [setting.name for setting in (FAST, BALANCED, BEST)]
     for path, write in (
         (csv, lambda path: report.write_summary(measured, path)),
         (plot, lambda path: path.write_text(svg(measured, named), encoding="utf-8")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import secrets
 import tempfile
@@ -18,11 +19,12 @@ from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from lazyrag.engine import doctor
 from lazyrag.engine.answer import Task
-from lazyrag.engine.attention import MAX_ROWS
-from lazyrag.engine.calibrate import calibrate
+from lazyrag.engine.calibrate import calibrate, riddles, short_enough
+from lazyrag.engine.climb import Ladder
 from lazyrag.engine.compute import NodeComputer
 from lazyrag.engine.constraint import JsonConstraints
 from lazyrag.engine.costs import Costs
@@ -54,13 +56,11 @@ from lazyrag.engine.write import Writer
 from lazyrag.errors import RequestError
 from lazyrag.model.load import LoadedModel, load_model, parse_device, parse_dtype
 from lazyrag.prompt.read import PromptReader, ReadPrompt
-from lazyrag.prompt.segments import NodeRun, Run, end_live, place
-from lazyrag.quality.calibration import Calibration, recall, remember
-from lazyrag.quality.choice import by_heads
-from lazyrag.quality.ladder import RUNGS, Climbed, Rung, climb
-from lazyrag.quality.moves import Offsets
+from lazyrag.prompt.segments import end_live, place
+from lazyrag.quality.calibration import Calibration, remember
 from lazyrag.store import Encoding, KVStore
 from lazyrag.types import (
+    DEFAULT_QUALITY,
     DEFAULT_SINK,
     GenerationOptions,
     KVDType,
@@ -71,24 +71,19 @@ from lazyrag.types import (
     Prompt,
     Quality,
     Reference,
+    Segment,
 )
 
 POOL_BYTES = 4 * 2**30
 """Most bytes the pool takes unless told otherwise (and at most a quarter of the memory)."""
 CALIBRATION_TEXTS = 512
 """Ingested texts that calibration draws from, at most."""
-NOT_CALIBRATED = (
-    "This checkpoint is not calibrated: the nodes to compute anew are the first ones of the "
-    "prompt, not those the question needs most. Run `lazyrag calibrate` once."
-)
-NO_ROOM_TO_LOOK = (
-    "The pool had no room to look which nodes the question needs most: the first ones of the "
-    "prompt were computed anew."
-)
 HOST_BYTES, HOST_SHARE = 64 * 2**30, 4
 """Beside a GPU at most so much of the host's memory, and one part in so many of it, keeps nodes."""
 POOL_WINDOWS = 8
 """The pool holds at most this many full context windows unless told otherwise."""
+
+logger = logging.getLogger("lazyrag")
 
 
 class Engine:
@@ -180,7 +175,7 @@ class Engine:
             self.store, digest, library, encoder, geometry, kv, longest_node, self._worker.call
         )
         self._constraints = JsonConstraints(model)
-        self._calibration: Calibration | None = None
+        self._ladder = Ladder(model)
 
     @classmethod
     def from_pretrained(
@@ -206,9 +201,9 @@ class Engine:
             device: ``auto``, ``cpu``, ``cuda``, ...
             dtype: compute dtype; ``auto`` is float32 on the CPU and bfloat16 on a GPU.
             kv_dtype: how K and V are kept on disk.
-            sink: what nodes are encoded behind: ``documents`` (a neutral system message and
-                "Documents:"), ``template`` (the chat template's own opening), ``none``, or a text
-                of your own.
+            sink: what nodes are encoded behind: ``passages`` (a neutral system message,
+                "Documents:" and neutral passages), ``documents`` (the same without passages),
+                ``template`` (the chat template's own opening), ``none``, or a text of your own.
             pool_bytes: device memory for KV in use and for idle nodes; None = chosen from the
                 machine.
             idle_bytes: of it, at most so much keeps KV that no running request uses; None = all.
@@ -353,7 +348,7 @@ class Engine:
         A text is registered for the reference of its `NodeText`, in addition to those it has; a
         text that was ever registered without one is kept for good. Texts are read as a stream and
         memory stays bounded. Interrupted, it leaves complete nodes only; the same call again does
-        the rest.
+        the rest. Once per model it ends with `calibrate`, which takes seconds.
 
         Args:
             texts: in the exact form in which they will reach the model.
@@ -369,12 +364,13 @@ class Engine:
             StoreError: the disk cannot hold it.
         """
         self._check_open()
-        if not callable(progress):
-            if not progress:
-                return self._ingestor.precompute(texts, None)
+        if callable(progress) or not progress:
+            keys = self._ingestor.precompute(texts, progress or None)
+        else:
             with token_bar("encoding") as bar:
-                return self._ingestor.precompute(texts, bar)
-        return self._ingestor.precompute(texts, progress)
+                keys = self._ingestor.precompute(texts, bar)
+        self._calibrate_once()
+        return keys
 
     def register(self, texts: Iterable[str | NodeText]) -> int:
         """Make texts findable that are encoded and stored when a prompt first holds them.
@@ -465,24 +461,52 @@ class Engine:
     ) -> Calibration:
         """Find out how this checkpoint shows which nodes a question needs; kept for these weights.
 
-        `Quality.BALANCED` and `Quality.BEST` choose nodes by it. Takes a minute or so, during which
-        nothing else is answered; needs no labels.
+        `Quality.BALANCED` and `Quality.BEST` choose nodes by it. The first `precompute` that leaves
+        enough nodes does it by itself. Takes seconds and needs no labels; requests are answered
+        meanwhile.
 
         Args:
-            texts: of nodes; None = some of the ingested ones.
+            texts: of nodes, computed and stored if they are not yet; None = some of the ingested.
             progress: called with (made-up questions done, questions in all).
 
         Raises:
-            RequestError: too few texts.
+            RequestError: too few texts, or nodes of them that do not fit the pool.
         """
         self._check_open()
         chosen = self._library.some_texts(CALIBRATION_TEXTS) if texts is None else list(texts)
-        found = self._worker.call(
-            lambda: calibrate(self._model, self.encoding.sink, chosen, progress=progress)
-        )
+        found = calibrate(self._model, chosen, self._see, progress=progress)
         remember(self._model, found)
-        self._calibration = found
+        self._ladder.calibration = found
         return found
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What is known of how this checkpoint shows which nodes a question needs."""
+        return self._ladder.calibration
+
+    def _calibrate_once(self) -> None:
+        """After an ingestion: calibrate unless it is done, or there is not enough to do it with."""
+        if self._ladder.calibration is not None:
+            return
+        texts = short_enough(self._library.some_texts(CALIBRATION_TEXTS), self._model)
+        with suppress(RequestError):  # too few yet, or a pool that holds no prompt of some nodes
+            riddles(texts)
+            started = time.perf_counter()
+            self.calibrate(texts)
+            logger.info("calibrated within %.1f s", time.perf_counter() - started)
+
+    def _see(self, segments: Sequence[Segment]) -> Mapping[int, Tensor]:
+        """How much the last rows of a prompt attend to its nodes, in every layer."""
+        read = self._reader.read_segments(segments)
+        prompt = place(end_live(read.runs))
+        request = Request.of_nodes(ReadPrompt([node.run for node in prompt.nodes]))
+        self._runner.check_fits(request)
+        layers = range(len(self._model.geometry.layers))
+        found = self._wait(partial(self._worker.look, request, prompt, layers))
+        assert isinstance(found, Looked)
+        if found.masses is None:
+            raise RequestError("the pool has no room to calibrate now; ask again later.")
+        return found.masses
 
     # generation
 
@@ -599,51 +623,24 @@ class Engine:
         if options is not None and not isinstance(options, GenerationOptions):
             raise RequestError("options is a GenerationOptions; give single options by name.")
         chosen = make_options(options, overrides)
+        if chosen.quality is None:
+            chosen = replace(chosen, quality=_default_quality(prompt))
         schema = chosen.json_schema
         constraint = None if schema is None else self._constraints.make(schema)
         read = self._read(prompt)
-        climbed = self._climb(read, chosen.quality)
-        request = Request.from_prompt(read, chosen, constraint, self._model, started, climbed)
+        request = Request.from_prompt(read, chosen, constraint, self._model, started)
+        request = self._on_rung(request, read)
         self._runner.check_fits(request)
         return request
 
-    def _climb(self, read: ReadPrompt, quality: Quality) -> Climbed | None:
-        """The prompt as a rung of the ladder has it; None = it stays as given."""
-        rung = RUNGS.get(quality)
-        runs = end_live(read.runs)
-        nodes = [run for run in runs if isinstance(run, NodeRun)]
-        if rung is None or not nodes:
-            return None
-        if any(layer.window is not None for layer in self._model.geometry.layers):
-            rung = replace(rung, offsets=Offsets.IN_LINE)  # a window must not lose sight of nodes
-        ranking, looked = self._ranking(read, runs, rung)
-        return climb(runs, rung, ranking, self._model.tokenizer.control_ids, looked)
-
-    def _ranking(self, read: ReadPrompt, runs: list[Run], rung: Rung) -> tuple[list[int], float]:
-        """Node numbers, the most wanted first, and what it cost to find out, in tokens."""
-        prompt = place(runs)
-        given = list(range(len(prompt.nodes)))
-        if self._calibration is None:
-            self._calibration = recall(self._model)
-        if self._calibration is None:
-            read.warnings.append(NOT_CALIBRATED)
-            return given, 0.0
-        heads = self._calibration.heads
-        layers = {head.layer for head in heads}
-        looked = len(prompt.live_ids) * (max(layers) + 1) / len(self._model.geometry.layers)
-        room = rung.limit * prompt.tokens - len(prompt.live_ids) - looked
-        if len(given) < 2 or len(prompt.live_ids) > MAX_ROWS:
-            return given, 0.0
-        if all(node.run.used > room for node in prompt.nodes):
-            return [], 0.0  # nothing can be chosen
-        request = Request.of_nodes(ReadPrompt([node.run for node in prompt.nodes]))
-        self._runner.check_fits(request)
-        found = self._wait(partial(self._worker.look, request, prompt, layers))
-        assert isinstance(found, Looked)
-        if found.masses is None:
-            read.warnings.append(NO_ROOM_TO_LOOK)
-            return given, 0.0
-        return by_heads(found.masses, heads), looked
+    def _on_rung(self, request: Request, read: ReadPrompt) -> Request:
+        """The request as the ladder has it, or with what it takes to get there."""
+        climb = self._ladder.climb(end_live(read.runs), request.options.quality)
+        if climb is None:
+            return request
+        if climb.heads:
+            return replace(request, climb=climb)
+        return request.climbed(*climb.reach())
 
     def _check_open(self) -> None:
         if self._closed:
@@ -669,14 +666,14 @@ class Engine:
         prompt: Prompt | Sequence[Mapping[str, str]],
         answer: str,
         *,
-        quality: Quality | str = Quality.FAST,
+        quality: Quality | str | None = None,
     ) -> list[float]:
         """Log-probability (natural) of each token of an answer behind a prompt or conversation.
 
         Args:
             prompt: as for `generate`, or messages as for `chat`.
             answer: the text to score.
-            quality: see `Quality`.
+            quality: see `GenerationOptions`.
 
         Raises:
             RequestError: the answer is empty, or prompt and answer do not fit.
@@ -687,7 +684,7 @@ class Engine:
         self,
         prompt: Prompt | Sequence[Mapping[str, str]],
         answer: str,
-        quality: Quality | str,
+        quality: Quality | str | None,
         *,
         whole: bool,
     ) -> Scores:
@@ -761,6 +758,12 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _default_quality(prompt: Prompt | Sequence[Mapping[str, str]]) -> Quality:
+    """Nodes of a list of segments stay where their caller has put them."""
+    given = not isinstance(prompt, str) and any(isinstance(one, Live | Node) for one in prompt)
+    return Quality.FAST if given else DEFAULT_QUALITY
 
 
 def _drain(stream: GenerationStream) -> Generation:

@@ -95,7 +95,8 @@ class ReuseReport:
     earlier request had computed behind exactly the same. ``tokens_computed`` counts what went
     through the model before the first token; a node that stands twice in a prompt is reused twice,
     but computed once. ``tokens_looked`` counts, with the share of layers that were run, what went
-    through it before only to choose nodes.
+    through it before only to choose nodes, ``look_s`` is the time from the request until they were
+    chosen; it is part of ``ttft_s``.
 
     Times are those spent in the engine: what a reader of a stream does between pieces is not in
     them. ``warnings`` are sentences on what could not be used (the store's index, say).
@@ -108,6 +109,7 @@ class ReuseReport:
     live_tokens_reused: int = 0
     tokens_computed: int = 0
     tokens_looked: float = 0.0
+    look_s: float = 0.0
     bytes_by_tier: dict[Tier, int] = field(default_factory=dict)
     recognise_s: float = 0.0
     ttft_s: float | None = None

@@ -9,7 +9,7 @@ from lazyrag.model.load import LoadedModel
 from lazyrag.quality.choice import Head
 
 CACHE = "calibrations.json"
-VERSION = 1
+VERSION = 2
 """Raised when the procedure finds something else; old results are then not used."""
 
 
