@@ -30,6 +30,7 @@ from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.segments import LiveRun, NodeRun
 from lazyrag.quality import choice
 from lazyrag.quality.choice import Head
+from lazyrag.quality.scale import PLAIN
 
 GROUP = {"cpu": 1, "cuda": 12}
 """Examples that share forward passes, by type of device."""
@@ -166,7 +167,7 @@ class QualityBench:
         made = [case.trial(setting) for case, setting in jobs]
         room = max(self._new_tokens(case) for case in cases)
         readings: list[Reading | None] = [None] * len(jobs)
-        scaled = [trial.temperature != 1.0 or trial.lse_scale != 1.0 for trial, _ in made]
+        scaled = [trial.scale != PLAIN for trial, _ in made]
         results: list[_Result] = [_Result() for _ in jobs]
         for passes, wanted in ((self._plain, False), (self._scaled, True)):
             numbers = [number for number, one in enumerate(scaled) if one is wanted]
@@ -215,8 +216,7 @@ class QualityBench:
 
     def _time(self, case: Case, setting: Setting) -> float:
         """Seconds from the prompt as runs to the logits of the first token, nodes in memory."""
-        scaled = setting.temperature != 1.0 or setting.lse_scale != 1.0
-        passes = self._scaled if scaled else self._plain
+        passes = self._plain if setting.scale == PLAIN else self._scaled
         started = time.perf_counter()
         if setting.chooser in LOOKING:
             self._rank([case])

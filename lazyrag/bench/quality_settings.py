@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from lazyrag.engine.sink import DOCUMENTS, NONE, TEMPLATE
 from lazyrag.quality.moves import Offsets
+from lazyrag.quality.scale import PLAIN, Scale
 from lazyrag.types import DEFAULT_SINK
 
 OWN_SINK = "own"
@@ -60,7 +61,7 @@ class Setting:
         last: whether the chosen stand last; else every node stays where it is.
         best_last: the best of them last of all; else they keep their order.
         offsets: where reused nodes lie.
-        temperature, lse_scale: of attention to reused nodes.
+        scale: of attention to reused nodes.
         tunable: whether tuning may choose it (no control, no bound).
     """
 
@@ -74,8 +75,7 @@ class Setting:
     last: bool = False
     best_last: bool = False
     offsets: Offsets = Offsets.IN_LINE
-    temperature: float = 1.0
-    lse_scale: float = 1.0
+    scale: Scale = PLAIN
     tunable: bool = False
 
 
@@ -140,8 +140,7 @@ def scaled(setting: Setting, temperature: float, lse_scale: float) -> Setting:
     return replace(
         setting,
         name=f"{setting.name}, T {temperature:g} S {lse_scale:g}",
-        temperature=temperature,
-        lse_scale=lse_scale,
+        scale=Scale(temperature, lse_scale),
     )
 
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from lazyrag.engine.attention import MAX_ROWS
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.segments import PlacedPrompt, Run, place
-from lazyrag.quality.calibration import Calibration, recall
+from lazyrag.quality.calibration import Calibration, recall, recall_scales
 from lazyrag.quality.choice import Head, by_heads
 from lazyrag.quality.ladder import RUNGS, Climbed, Rung, climb
 from lazyrag.quality.moves import Offsets
+from lazyrag.quality.scale import PLAIN, Scale
 from lazyrag.types import Quality
 
 NOT_CALIBRATED = (
@@ -74,11 +75,16 @@ class Ladder:
 
     Args:
         model: a loaded checkpoint.
+        encoding: digest of what nodes are encoded with.
+
+    Attributes:
+        scales: of attention to reused nodes, by quality; others have none.
     """
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, encoding: bytes) -> None:
         self._model = model
         self._calibration: Calibration | None = None
+        self.scales: Mapping[Quality, Scale] = recall_scales(model, encoding)
 
     @property
     def calibration(self) -> Calibration | None:
@@ -90,6 +96,10 @@ class Ladder:
     @calibration.setter
     def calibration(self, found: Calibration) -> None:
         self._calibration = found
+
+    def scale(self, quality: Quality | None) -> Scale:
+        """Of attention to reused nodes."""
+        return PLAIN if quality is None else self.scales.get(quality, PLAIN)
 
     def climb(self, runs: Sequence[Run], quality: Quality | None) -> Climb | None:
         """How a prompt gets to its rung; None = it is read as given.

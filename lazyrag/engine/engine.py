@@ -21,9 +21,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from lazyrag.engine import doctor
+from lazyrag.engine import doctor, scaling
 from lazyrag.engine.answer import Task
-from lazyrag.engine.calibrate import calibrate, riddles, short_enough
+from lazyrag.engine.calibrate import asked, calibrate, riddles, short_enough
 from lazyrag.engine.climb import Ladder
 from lazyrag.engine.compute import NodeComputer
 from lazyrag.engine.constraint import JsonConstraints
@@ -57,7 +57,8 @@ from lazyrag.errors import RequestError
 from lazyrag.model.load import LoadedModel, load_model, parse_device, parse_dtype
 from lazyrag.prompt.read import PromptReader, ReadPrompt
 from lazyrag.prompt.segments import end_live, place
-from lazyrag.quality.calibration import Calibration, remember
+from lazyrag.quality.calibration import Calibration, recall_scales, remember, remember_scales
+from lazyrag.quality.scale import Scale
 from lazyrag.store import Encoding, KVStore
 from lazyrag.types import (
     DEFAULT_QUALITY,
@@ -168,14 +169,23 @@ class Engine:
         writer = self._writer = Writer()
         computer = NodeComputer(self.store, digest, encoder, library, host, writer, costs)
         placer = NodePlacer(self._pool, geometry, fetcher, computer, costs)
-        self._runner = Runner(model, self._pool, placer, fetcher, computer, reuse_live=reuse_live)
+        self._ladder = Ladder(model, digest)
+        self._scaled = model.device.type != "cuda" or bool(self._ladder.scales)
+        self._runner = Runner(
+            model,
+            self._pool,
+            placer,
+            fetcher,
+            computer,
+            reuse_live=reuse_live,
+            scaled=self._scaled,
+        )
         self._worker = Worker(self._runner, metrics)
         fetcher.notify = writer.notify = self._worker.node_arrived
         self._ingestor = Ingestor(
             self.store, digest, library, encoder, geometry, kv, longest_node, self._worker.call
         )
         self._constraints = JsonConstraints(model)
-        self._ladder = Ladder(model)
 
     @classmethod
     def from_pretrained(
@@ -457,6 +467,7 @@ class Engine:
         self,
         texts: Sequence[str] | None = None,
         *,
+        scales: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> Calibration:
         """Find out how this checkpoint shows which nodes a question needs; kept for these weights.
@@ -467,6 +478,9 @@ class Engine:
 
         Args:
             texts: of nodes, computed and stored if they are not yet; None = some of the ingested.
+            scales: find out as well whether reused nodes should be attended to more or less
+                strongly than the model would (minutes on a CPU); kept for this encoding. On a GPU
+                that was served without, the next engine serves with it.
             progress: called with (made-up questions done, questions in all).
 
         Raises:
@@ -477,12 +491,36 @@ class Engine:
         found = calibrate(self._model, chosen, self._see, progress=progress)
         remember(self._model, found)
         self._ladder.calibration = found
+        if scales:
+            self._calibrate_scales(chosen, progress)
         return found
+
+    def _calibrate_scales(
+        self, texts: Sequence[str], progress: Callable[[int, int], None] | None
+    ) -> None:
+        made = riddles(short_enough(texts, self._model), scaling.QUESTIONS, seed=1)
+        prompts = [
+            end_live(self._reader.read_segments(asked(one, self._model)).runs) for one in made
+        ]
+        found = scaling.find_scales(
+            self._model, self.encoding.sink, self._ladder, prompts, self._worker.call, progress
+        )
+        remember_scales(self._model, self.encoding.digest, found)
+        if self._scaled:
+            self._ladder.scales = found
 
     @property
     def calibration(self) -> Calibration | None:
         """What is known of how this checkpoint shows which nodes a question needs."""
         return self._ladder.calibration
+
+    @property
+    def scales(self) -> Mapping[Quality, Scale]:
+        """How nodes of this encoding are attended to best, by quality; others as the model has it.
+
+        On a GPU those found by this engine itself are served by the next one.
+        """
+        return recall_scales(self._model, self.encoding.digest)
 
     def _calibrate_once(self) -> None:
         """After an ingestion: calibrate unless it is done, or there is not enough to do it with."""
@@ -635,7 +673,9 @@ class Engine:
 
     def _on_rung(self, request: Request, read: ReadPrompt) -> Request:
         """The request as the ladder has it, or with what it takes to get there."""
-        climb = self._ladder.climb(end_live(read.runs), request.options.quality)
+        quality = request.options.quality
+        request = replace(request, scale=self._ladder.scale(quality))
+        climb = self._ladder.climb(end_live(read.runs), quality)
         if climb is None:
             return request
         if climb.heads:
@@ -692,6 +732,16 @@ class Engine:
         ids = self._model.tokenizer.encode_text(answer)
         if not ids:
             raise RequestError("the answer to score is empty.")
+        return self._score_ids(prompt, ids, quality, whole=whole)
+
+    def _score_ids(
+        self,
+        prompt: Prompt | Sequence[Mapping[str, str]],
+        ids: Sequence[int],
+        quality: Quality | str | None,
+        *,
+        whole: bool,
+    ) -> Scores:
         overrides = {"quality": quality, "max_new_tokens": len(ids)}
         request = self._request(prompt, None, overrides)
         outcome = self._wait(partial(self._worker.score, request, ids, whole))

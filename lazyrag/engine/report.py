@@ -98,6 +98,9 @@ class ReuseReport:
     through it before only to choose nodes, ``look_s`` is the time from the request until they were
     chosen; it is part of ``ttft_s``.
 
+    ``node_temperature`` and ``node_lse_scale`` are those of attention to reused nodes (1 = as the
+    model has it), as the checkpoint was calibrated.
+
     Times are those spent in the engine: what a reader of a stream does between pieces is not in
     them. ``warnings`` are sentences on what could not be used (the store's index, say).
     """
@@ -110,6 +113,8 @@ class ReuseReport:
     tokens_computed: int = 0
     tokens_looked: float = 0.0
     look_s: float = 0.0
+    node_temperature: float = 1.0
+    node_lse_scale: float = 1.0
     bytes_by_tier: dict[Tier, int] = field(default_factory=dict)
     recognise_s: float = 0.0
     ttft_s: float | None = None

@@ -15,6 +15,7 @@ from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.read import NearNode, ReadPrompt
 from lazyrag.prompt.segments import NodeRun, PlacedPrompt, as_live, end_live, place
 from lazyrag.quality.ladder import Climbed, Standing
+from lazyrag.quality.scale import PLAIN, Scale
 from lazyrag.types import GenerationOptions, NodeKey, Quality
 
 DEFAULT_NEW_TOKENS = 256
@@ -42,6 +43,7 @@ class Request:
             is as it is to be read.
         looked, look_s: tokens (times the share of layers) and seconds that finding out took.
         origins: where nodes came from that finding out has brought already.
+        scale: of attention to reused nodes.
     """
 
     prompt: PlacedPrompt
@@ -57,6 +59,7 @@ class Request:
     looked: float = 0.0
     look_s: float = 0.0
     origins: Mapping[NodeKey, Origin] = field(default_factory=dict)
+    scale: Scale = PLAIN
 
     @classmethod
     def from_prompt(
@@ -174,6 +177,7 @@ class Request:
         report.live_tokens_reused = live_reused
         report.tokens_computed = len(self.prompt.live_ids) - live_reused
         report.tokens_looked, report.look_s = self.looked, self.look_s
+        report.node_temperature, report.node_lse_scale = self.scale
         bytes_read: Counter[Tier] = Counter()
         counted: set[NodeKey] = set()
         computed = {key: one for key, one in origins.items() if one.reason is not None}

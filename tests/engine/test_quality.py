@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lazyrag.engine import climb as climb_module
+from lazyrag.engine import scaling
 from lazyrag.engine.answer import Task
 from lazyrag.engine.calibrate import NODES, WORDS, asked, calibrate, riddles
 from lazyrag.engine.engine import Engine
@@ -20,6 +21,7 @@ from lazyrag.engine.generation import Looked
 from lazyrag.engine.report import NodeStatus, Reason, Tier
 from lazyrag.engine.request import Request
 from lazyrag.engine.runner import Runner
+from lazyrag.engine.scaling import GRID, best
 from lazyrag.errors import RequestError, RequestTimeoutError
 from lazyrag.model.load import load_model
 from lazyrag.prompt.read import ReadPrompt
@@ -28,6 +30,7 @@ from lazyrag.quality.calibration import Calibration, recall
 from lazyrag.quality.choice import Head, by_heads
 from lazyrag.quality.ladder import Climbed, Rung
 from lazyrag.quality.moves import Offsets
+from lazyrag.quality.scale import PLAIN
 from lazyrag.types import DEFAULT_QUALITY, Live, Node, Quality, Segment
 
 HEADS = (Head(1, 2), Head(0, 1))
@@ -280,6 +283,62 @@ def test_an_ingestion_calibrates_once(checkpoint, tmp_path, monkeypatch):
     with Engine.from_pretrained(checkpoint("llama"), store=tmp_path / "b") as engine:
         engine.precompute(PASSAGES)
     assert len(asked_for) == 1
+
+
+# scales of attention to reused nodes
+
+
+def test_a_scale_must_be_better_beyond_doubt():
+    noise = random.Random(1)
+    rows = []
+    for _ in range(16):
+        row = [0.3 + noise.gauss(0, 0.05)] * len(GRID)
+        row[2] -= 0.05 + noise.gauss(0, 0.02)
+        row[3] -= 0.01 + noise.gauss(0, 0.2)
+        rows.append(row)
+    assert best(rows) == GRID[2]
+    without = [[*row[:2], row[0], *row[3:]] for row in rows]
+    assert best(without) == PLAIN
+    assert best(rows[:1]) == PLAIN
+
+
+def test_scales_are_nearest_to_full_attention_and_kept_for_the_encoding(
+    checkpoint, tmp_path, monkeypatch
+):
+    """The divergences are those of what the engine serves, and the engine serves what is found."""
+    monkeypatch.setenv("LAZYRAG_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(scaling, "QUESTIONS", 2)
+    seen: list[list[float]] = []
+
+    def chosen(rows):
+        seen.extend(rows)
+        return GRID[3]
+
+    monkeypatch.setattr(scaling, "best", chosen)
+    with Engine.from_pretrained(
+        checkpoint("llama"), store=tmp_path / "a", dtype="float32"
+    ) as engine:
+        engine.precompute(PASSAGES)
+        engine.calibrate(scales=True)
+        assert engine.scales == {Quality.FAST: GRID[3], Quality.BALANCED: GRID[3]}
+        assert len(seen) == 4  # two questions, two qualities
+        prompts = [asked(one, engine._model) for one in riddles(PASSAGES, 2, seed=1)]
+        for segments, divergences in zip(prompts, seen[:2], strict=True):
+            full = engine.generate(segments, quality="full", max_new_tokens=scaling.TOKENS)
+            ids = [id for id in full.token_ids if id not in engine._model.eos_ids]
+            for number in (0, 3):
+                engine._ladder.scales = {Quality.FAST: GRID[number]}
+                reference, other = (
+                    engine._score_ids(segments, ids, quality, whole=True).distributions
+                    for quality in ("full", "fast")
+                )
+                assert reference is not None and other is not None
+                expected = (reference.exp() * (reference - other)).sum(dim=-1).mean()
+                assert divergences[number] == pytest.approx(float(expected), abs=1e-4)
+    with Engine.from_pretrained(checkpoint("llama"), store=tmp_path / "b") as engine:
+        assert engine._ladder.scales == {Quality.FAST: GRID[3], Quality.BALANCED: GRID[3]}
+    with Engine.from_pretrained(checkpoint("llama"), store=tmp_path / "b", sink="none") as engine:
+        assert engine._ladder.scales == {}
 
 
 # one request
