@@ -529,9 +529,8 @@ class Engine:
         texts = short_enough(self._library.some_texts(CALIBRATION_TEXTS), self._model)
         with suppress(RequestError):  # too few yet, or a pool that holds no prompt of some nodes
             riddles(texts)
-            started = time.perf_counter()
+            logger.info("looking which attention heads of the model choose nodes, once: seconds")
             self.calibrate(texts)
-            logger.info("calibrated within %.1f s", time.perf_counter() - started)
 
     def _see(self, segments: Sequence[Segment]) -> Mapping[int, Tensor]:
         """How much the last rows of a prompt attend to its nodes, in every layer."""

@@ -149,9 +149,9 @@ class ReuseReport:
         """One line for people."""
         first = "-" if self.ttft_s is None else f"{self.ttft_s:.2f} s"
         line = (
-            f"{self.nodes_reused} of {len(self.nodes)} nodes reused, "
+            f"{self.quality}: {self.nodes_reused} of {len(self.nodes)} nodes reused, "
             f"{self.tokens_reused:,} tokens reused, {self.tokens_computed:,} computed, "
-            f"first token after {first}"
+            f"work {self.work:.0%} of full attention's, first token after {first}"
         )
         reasons = sorted({str(node.reason) for node in self.nodes if node.reason is not None})
         return f"{line} (recomputed: {', '.join(reasons)})" if reasons else line
