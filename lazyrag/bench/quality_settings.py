@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lazyrag.engine.sink import DOCUMENTS, NONE, TEMPLATE
 from lazyrag.quality.moves import Offsets
 from lazyrag.quality.scale import PLAIN, Scale
-from lazyrag.types import DEFAULT_SINK
+from lazyrag.types import DEFAULT_SINK, Quality
 
 OWN_SINK = "own"
 """The prompt's own live text before its first node, as at query time."""
@@ -144,7 +144,7 @@ def scaled(setting: Setting, temperature: float, lse_scale: float) -> Setting:
     )
 
 
-_SCALES = ((0.9, 0.9), (0.8, 0.8), (0.9, 0.8), (0.9, 1.0), (1.0, 0.9), (1.1, 1.0))
+_SCALES = ((0.9, 0.9), (0.8, 0.8), (0.9, 1.0), (1.0, 0.9))
 _ATTENTION, _RETRIEVER, _BOTH = Chooser.ATTENTION, Chooser.RETRIEVER, Chooser.BOTH
 
 
@@ -192,6 +192,16 @@ EVERYTHING: tuple[Setting, ...] = (
     controls(BEST)[0],
 )  # fmt: skip
 """What a whole run compares."""
+
+
+def with_scales(
+    settings: Sequence[Setting], scales: Mapping[Quality, Scale]
+) -> tuple[Setting, ...]:
+    """Settings, and the rungs as a calibration has scaled them, where they are not among them."""
+    rungs = {Quality.FAST: FAST, Quality.BALANCED: BALANCED}
+    found = [scaled(rungs[quality], *scale) for quality, scale in scales.items()]
+    known = {setting.name for setting in settings}
+    return (*settings, *(setting for setting in found if setting.name not in known))
 
 
 def named(settings: Sequence[Setting], names: Sequence[str]) -> list[Setting]:

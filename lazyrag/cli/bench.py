@@ -260,22 +260,36 @@ def quality(
     """Compare answers over reused passages with full attention, and what either costs.
 
     Gold answers are scored, texts are written greedily. The checkpoint is calibrated first, on the
-    documents of the files, unless it is already.
+    documents of the files, unless it is already; with --all in any case, with scales.
     """
     from lazyrag.bench import quality as bench
     from lazyrag.bench import quality_report as report
     from lazyrag.bench.quality_data import read_examples
     from lazyrag.bench.quality_plot import svg
     from lazyrag.bench.quality_rows import RowWriter
-    from lazyrag.bench.quality_settings import BALANCED, BEST, EVERYTHING, FAST, SHORT
-    from lazyrag.engine.engine import Engine
+    from lazyrag.bench.quality_settings import (
+        BALANCED,
+        BEST,
+        EVERYTHING,
+        FAST,
+        SHORT,
+        with_scales,
+    )
+    from lazyrag.engine.engine import CALIBRATION_TEXTS, Engine
     from lazyrag.model.load import load_model
 
     examples = [example for file in data for example in read_examples(file, count)]
     loaded = load_model(model, device=device, dtype=dtype)
     texts = [text for example in examples for text in example.texts]
+    settings = EVERYTHING if everything else SHORT
     with Engine(loaded) as engine:
-        found = engine.calibration or engine.calibrate(texts)
+        texts = texts[:: max(1, len(texts) // CALIBRATION_TEXTS)]
+        if everything:
+            found = engine.calibrate(texts, scales=True)
+            settings = with_scales(settings, engine.scales)
+            say(f"Scales of attention to reused nodes: {dict(engine.scales) or 'none helps'}")
+        else:
+            found = engine.calibration or engine.calibrate(texts)
     writer = None if rows is None else RowWriter(rows)
 
     def done(made: Sequence[Row], examples_done: int) -> None:
@@ -285,7 +299,7 @@ def quality(
 
     try:
         measured = bench.measure(
-            loaded, examples, EVERYTHING if everything else SHORT, found.heads,
+            loaded, examples, settings, found.heads,
             greedy_tokens=greedy, timed=timed, done=done,
         )  # fmt: skip
     finally:
