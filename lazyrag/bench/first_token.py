@@ -77,7 +77,7 @@ def main() -> None:
         )
         for quality in REUSING:  # loads nodes, calibrates, warms up
             report = engine.generate(segments, quality=quality, max_new_tokens=2).report
-            print(f"{quality}: {report.summary()}")
+            print(report.summary())
         plain.run(ids[:64], 2, Samples())
         for round_ in range(arguments.rounds):
             for quality in REUSING:
@@ -128,14 +128,18 @@ class _Plain:
 
 
 def _print(samples: dict[str, Samples]) -> None:
-    print(f"{'':14}{'first token s':>16}{'spread':>18}{'x fast':>8}{'ms a token':>13}{'x fast':>8}")
-    base = samples["fast"]
+    print(
+        f"{'':14}{'first token s':>16}{'spread':>18}{'x fast':>8}{'of full':>9}{'ms a token':>13}"
+        f"{'x fast':>8}"
+    )
+    base, full = samples["fast"], statistics.median(samples["full"].first)
     for name, sample in samples.items():
         first, decode = statistics.median(sample.first), statistics.median(sample.decode)
         spread = f"{min(sample.first):.3f}..{max(sample.first):.3f}"
         print(
             f"{name:14}{first:16.3f}{spread:>18}{first / statistics.median(base.first):8.1f}"
-            f"{1000 * decode:13.1f}{decode / statistics.median(base.decode):8.2f}"
+            f"{first / full:9.0%}{1000 * decode:13.1f}"
+            f"{decode / statistics.median(base.decode):8.2f}"
         )
 
 

@@ -30,7 +30,7 @@ HEADS = 4
 """So many heads choose together."""
 NODES = 8
 """In a made-up prompt."""
-QUESTIONS = 32
+QUESTIONS = 16
 WINDOW, WORDS = 20, 6
 """Of so many neighbouring words the rarest so many are asked for."""
 LONGEST = 400
