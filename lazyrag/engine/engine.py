@@ -660,11 +660,11 @@ class Engine:
         if options is not None and not isinstance(options, GenerationOptions):
             raise RequestError("options is a GenerationOptions; give single options by name.")
         chosen = make_options(options, overrides)
-        if chosen.quality is None:
-            chosen = replace(chosen, quality=_default_quality(prompt))
         schema = chosen.json_schema
         constraint = None if schema is None else self._constraints.make(schema)
         read = self._read(prompt)
+        if chosen.quality is None:
+            chosen = replace(chosen, quality=_default_quality(prompt))
         request = Request.from_prompt(read, chosen, constraint, self._model, started)
         request = self._on_rung(request, read)
         self._runner.check_fits(request)
