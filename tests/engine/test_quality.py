@@ -416,6 +416,17 @@ def test_a_request_is_cancelled_while_it_looks(engine: Engine, monkeypatch):
     assert engine._worker.line == (0, 0, 0)
 
 
+def test_a_request_is_cancelled_after_its_look(engine: Engine):
+    before = engine.stats().finished_by_outcome.get("cancelled", 0)
+    stream = engine.stream(PROMPT, max_new_tokens=6000, quality="balanced")
+    next(stream)
+    stream.close()
+    for _ in range(3):
+        engine._worker.call(lambda: None)
+    assert engine.stats().finished_by_outcome["cancelled"] == before + 1
+    assert engine._worker.line == (0, 0, 0)
+
+
 def test_a_look_takes_part_in_the_time_limit(engine: Engine, monkeypatch):
     stop = Stop(monkeypatch)
     late = time.perf_counter() + 1
