@@ -154,7 +154,7 @@ class LazyRag:
     def __init__(self, folder: Path, store: Path) -> None:
         # asked the same again and again, which is not what is measured
         engine = Engine.from_pretrained(folder, store=store, device="cpu", reuse_live=False)
-        self.lazy = ChatLazyKV(engine=engine, max_tokens=ANSWER_TOKENS)
+        self.lazy = ChatLazyKV(engine=engine, max_tokens=ANSWER_TOKENS, quality="fast")
         self.chat: BaseChatModel = self.lazy
 
     def at_most(self, tokens: int) -> Options:

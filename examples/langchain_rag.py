@@ -98,7 +98,9 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, default=HERE / "corpus")
     parser.add_argument("--place", type=Path, default=HERE / ".index")
     arguments = parser.parse_args()
-    chat = ChatLazyKV("smollm2", arguments.place / "kv", kv_dtype="float16", max_tokens=32)
+    # `fast`, because every way is to show that all it retrieved was recognised and reused
+    options = {"kv_dtype": "float16", "max_tokens": 32, "quality": "fast"}
+    chat = ChatLazyKV("smollm2", arguments.place / "kv", **options)
     embeddings = MiniLM()
     vectors = open_vectors(arguments.place, chat, embeddings)
     ingest(arguments.corpus, arguments.place, vectors, chat)

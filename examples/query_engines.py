@@ -181,6 +181,7 @@ def open_index(directory: Path) -> tuple[LazyKVLLM, VectorStoreIndex]:
         kv_dtype=made_with["kv_dtype"],
         sink=made_with["sink"],
         max_tokens=24,
+        quality="fast",  # every engine is to show that all it retrieved was recognised and reused
     )
     Settings.llm, Settings.tokenizer = llm, llm.tokenizer
     Settings.embed_model = HuggingFaceEmbedding(model_name=str(get_model_path()), max_length=512)

@@ -64,7 +64,9 @@ class Quality(StrEnum):
     MATERIALIZED = "materialized"
 
 
-DEFAULT_SINK = "documents"
+DEFAULT_QUALITY = Quality.BALANCED
+"""Of prompts whose nodes are found in them; see `GenerationOptions`."""
+DEFAULT_SINK = "passages"
 """What nodes are encoded behind unless told otherwise; the names are in `lazyrag.engine.sink`."""
 
 
@@ -155,7 +157,9 @@ class GenerationOptions:
             schema without white space between its parts, whatever the other options say, unless it
             is cut: by ``max_new_tokens`` (the finish reason is ``length``) or by a stop string,
             also one inside a JSON string. Needs the extra ``structured``.
-        quality: see `Quality`.
+        quality: see `Quality`. None = ``balanced``, but ``fast`` for a prompt of `Live` and `Node`
+            segments: whoever lists the nodes has said where they stand, and naming a quality agrees
+            to another order.
         strict: raise instead of answering when a known node had to be computed anew.
         timeout_s: seconds from the call after which the request is stopped with an error; looked at
             between forward passes. None = no limit.
@@ -172,7 +176,7 @@ class GenerationOptions:
     seed: int | None = None
     stop: tuple[str, ...] = field(default=())
     json_schema: str | None = None
-    quality: Quality = Quality.FAST
+    quality: Quality | None = None
     strict: bool = False
     timeout_s: float | None = None
     priority: int = 0

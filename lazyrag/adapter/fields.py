@@ -14,7 +14,7 @@ from lazyrag.engine.engine import Engine
 from lazyrag.engine.generation import Generation, GenerationStream
 from lazyrag.engine.request import DEFAULT_NEW_TOKENS
 from lazyrag.errors import RequestError
-from lazyrag.types import DEFAULT_SINK, GenerationOptions
+from lazyrag.types import DEFAULT_QUALITY, DEFAULT_SINK, GenerationOptions
 
 _OF_THE_ENGINE = ("device", "dtype", "kv_dtype", "sink", "tenant")
 
@@ -50,7 +50,7 @@ class EngineFields(BaseModel):
     )
     tenant: str = Field(default="", description="Nodes of one tenant never serve another.")
     quality: str = Field(
-        default="fast",
+        default=DEFAULT_QUALITY.value,
         description="fast reuses every known node, full none; balanced and best lie between.",
     )
     temperature: float = Field(default=0.0, description="0 = greedy.", ge=0.0)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lazyrag.engine.engine import Engine
-from lazyrag.engine.sink import DOCUMENTS, NONE, TEMPLATE
+from lazyrag.engine.sink import DOCUMENTS, NONE, PASSAGES, TEMPLATE
 from lazyrag.types import KVDType
 
 SYSTEM = "Answer the query using the provided context information, and not prior knowledge."
@@ -47,6 +47,8 @@ def main() -> None:
         "sink none": (NONE, KVDType.FLOAT32, "fast"),
         "sink template": (TEMPLATE, KVDType.FLOAT32, "fast"),
         "sink documents": (DOCUMENTS, KVDType.FLOAT32, "fast"),
+        "sink passages": (PASSAGES, KVDType.FLOAT32, "fast"),
+        "sink passages, balanced": (PASSAGES, KVDType.FLOAT32, "balanced"),
         "sink template, float16 KV": (TEMPLATE, KVDType.FLOAT16, "fast"),
         "sink template, bfloat16 KV": (TEMPLATE, KVDType.BFLOAT16, "fast"),
     }

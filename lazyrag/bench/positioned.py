@@ -55,7 +55,7 @@ def positioned(request: Request) -> Request:
     nodes = tuple(
         PlacedNode(at(node.run, node.offset), 0, node.first_row) for node in request.prompt.nodes
     )
-    known = tuple((at(run, offset), offset) for run, offset in request.known)
+    known = tuple(replace(one, run=at(one.run, one.offset)) for one in request.known)
     return replace(request, prompt=replace(request.prompt, nodes=nodes), known=known)
 
 

@@ -16,7 +16,6 @@ from lazyrag.bench.quality_rows import Row
 from lazyrag.bench.quality_settings import (
     FAST,
     FULL,
-    LOOK,
     OWN_SINK,
     Chooser,
     Setting,
@@ -31,6 +30,7 @@ from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.segments import LiveRun, NodeRun
 from lazyrag.quality import choice
 from lazyrag.quality.choice import Head
+from lazyrag.quality.scale import PLAIN
 
 GROUP = {"cpu": 1, "cuda": 12}
 """Examples that share forward passes, by type of device."""
@@ -46,7 +46,6 @@ class QualityBench:
         heads: whose attention chooses nodes.
         pool_tokens: room for the nodes and the live text of the examples of one call.
         greedy_tokens: of the greedy text; 0 = none is written.
-        look: how the nodes are treated while the question's attention is measured.
         written: names of the settings for which a text is written.
     """
 
@@ -58,9 +57,7 @@ class QualityBench:
         pool_tokens: int,
         greedy_tokens: int = 32,
         written: Collection[str] = (),
-        look: Setting = FAST,
     ) -> None:
-        self._look = look
         self._model = model
         self._written = written
         self._heads = heads
@@ -97,7 +94,7 @@ class QualityBench:
         ]
         try:
             sinks = {setting.sink for setting in settings if setting.use is not Use.ANEW}
-            for sink in sorted(sinks | {self._look.sink}):
+            for sink in sorted(sinks | {FAST.sink}):
                 self._encode(cases, sink)
             self._rank(cases)
             yield from self._measure(cases, settings, timed)
@@ -143,7 +140,7 @@ class QualityBench:
                 write_nodes(self._pool, self._model.geometry, encoded, places)
 
     def _rank(self, cases: Sequence[Case]) -> None:
-        trials = [case.trial(self._look)[0] for case in cases]
+        trials = [case.trial(FAST)[0] for case in cases]
         masses = self._plain.look(trials, self._layers)
         for case, mass in zip(cases, masses, strict=True):
             example = case.example
@@ -170,7 +167,7 @@ class QualityBench:
         made = [case.trial(setting) for case, setting in jobs]
         room = max(self._new_tokens(case) for case in cases)
         readings: list[Reading | None] = [None] * len(jobs)
-        scaled = [trial.temperature != 1.0 or trial.lse_scale != 1.0 for trial, _ in made]
+        scaled = [trial.scale != PLAIN for trial, _ in made]
         results: list[_Result] = [_Result() for _ in jobs]
         for passes, wanted in ((self._plain, False), (self._scaled, True)):
             numbers = [number for number, one in enumerate(scaled) if one is wanted]
@@ -219,8 +216,7 @@ class QualityBench:
 
     def _time(self, case: Case, setting: Setting) -> float:
         """Seconds from the prompt as runs to the logits of the first token, nodes in memory."""
-        scaled = setting.temperature != 1.0 or setting.lse_scale != 1.0
-        passes = self._scaled if scaled else self._plain
+        passes = self._plain if setting.scale == PLAIN else self._scaled
         started = time.perf_counter()
         if setting.chooser in LOOKING:
             self._rank([case])
@@ -282,7 +278,7 @@ def _pool_tokens(
     """Room that any of the examples needs: nodes behind every sink, live text of every setting."""
     count = model.tokenizer.encode_text
     longest = max(sum(len(count(text)) for text in example.texts) for example in examples)
-    sinks = {setting.sink for setting in settings} | {LOOK.sink}
+    sinks = {setting.sink for setting in settings} | {FAST.sink}
     live = sum(
         1.0 if setting.use is Use.ANEW else 0.5 if setting.use is not Use.REUSED else 0.0
         for setting in settings
@@ -322,7 +318,6 @@ def measure(
         pool_tokens=group * _pool_tokens(model, examples, settings),
         greedy_tokens=greedy_tokens,
         written=[setting.name for setting in settings],
-        look=LOOK,
     )
     rows: list[Row] = []
     for first in range(0, len(examples), group):

@@ -178,7 +178,7 @@ class Case:
         held = self.pages.get(setting.sink, {})
         pages = tuple(held[node.run.key][skipped:] for node in prompt.nodes)
         tokens = len(prompt.live_ids) + self.looked(setting)
-        return Trial(prompt, pages, setting.temperature, setting.lse_scale), tokens
+        return Trial(prompt, pages, setting.scale), tokens
 
 
 def heads_anew(runs: Sequence[Run]) -> list[Run]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from lazyrag.engine.sink import DOCUMENTS, NONE, PASSAGES, TEMPLATE
+from lazyrag.engine.sink import DOCUMENTS, NONE, TEMPLATE
 from lazyrag.quality.moves import Offsets
+from lazyrag.quality.scale import PLAIN, Scale
+from lazyrag.types import DEFAULT_SINK, Quality
 
 OWN_SINK = "own"
 """The prompt's own live text before its first node, as at query time."""
@@ -59,22 +61,21 @@ class Setting:
         last: whether the chosen stand last; else every node stays where it is.
         best_last: the best of them last of all; else they keep their order.
         offsets: where reused nodes lie.
-        temperature, lse_scale: of attention to reused nodes.
+        scale: of attention to reused nodes.
         tunable: whether tuning may choose it (no control, no bound).
     """
 
     name: str
     kept: Kept = Kept.ALL
     use: Use = Use.REUSED
-    sink: str = DOCUMENTS
+    sink: str = DEFAULT_SINK
     chooser: Chooser = Chooser.NOBODY
     count: int = 0
     limit: float = 0.0
     last: bool = False
     best_last: bool = False
     offsets: Offsets = Offsets.IN_LINE
-    temperature: float = 1.0
-    lse_scale: float = 1.0
+    scale: Scale = PLAIN
     tunable: bool = False
 
 
@@ -90,11 +91,11 @@ def anew(
     limit: float = 0.0,
     last: bool = True,
     best_last: bool = False,
-    sink: str = DOCUMENTS,
+    sink: str = DEFAULT_SINK,
 ) -> Setting:
     """The chosen nodes are computed anew."""
     place = ("best last" if best_last else "last") if last else "in place"
-    behind = "" if sink == DOCUMENTS else f", sink {sink}"
+    behind = "" if sink == DEFAULT_SINK else f", sink {sink}"
     return Setting(
         f"{chooser} {_amount(count, limit)} {place}{behind}",
         use=Use.CHOSEN_ANEW,
@@ -139,30 +140,27 @@ def scaled(setting: Setting, temperature: float, lse_scale: float) -> Setting:
     return replace(
         setting,
         name=f"{setting.name}, T {temperature:g} S {lse_scale:g}",
-        temperature=temperature,
-        lse_scale=lse_scale,
+        scale=Scale(temperature, lse_scale),
     )
 
 
-_SCALES = ((0.9, 0.9), (0.8, 0.8), (0.9, 0.8), (0.9, 1.0), (1.0, 0.9), (1.1, 1.0))
+_SCALES = ((0.9, 0.9), (0.8, 0.8), (0.9, 1.0), (1.0, 0.9))
 _ATTENTION, _RETRIEVER, _BOTH = Chooser.ATTENTION, Chooser.RETRIEVER, Chooser.BOTH
-LOOK = behind(FAST, PASSAGES)
-"""How nodes are treated while it is measured which of them a question attends to."""
 
 
 def _together(setting: Setting) -> Setting:
-    """Nodes behind `PASSAGES`, from one start: what the rungs of the ladder have in common."""
-    return moved(behind(setting, PASSAGES), Offsets.ONE_START)
+    """Reused nodes from one start."""
+    return moved(setting, Offsets.ONE_START)
 
 
 BALANCED = _together(anew(_ATTENTION, limit=0.25, best_last=True))
-BEST = behind(anew(_ATTENTION, limit=0.4, best_last=True), PASSAGES)
+BEST = anew(_ATTENTION, limit=0.4, best_last=True)
 
 SHORT: tuple[Setting, ...] = (
     NO_DOCUMENTS,
     FULL,
     FAST,
-    LOOK,
+    behind(FAST, DOCUMENTS),
     _together(FAST),
     BALANCED,
     BEST,
@@ -176,15 +174,14 @@ EVERYTHING: tuple[Setting, ...] = (
     *SHORT,
     *(behind(FAST, sink) for sink in (NONE, TEMPLATE, OWN_SINK)),
     replace(FAST, name="heads anew", use=Use.HEADS_ANEW),
-    *(moved(FAST, offsets) for offsets in (Offsets.ONE_START, Offsets.ONE_END, Offsets.NEAR)),
-    *(moved(LOOK, offsets) for offsets in (Offsets.ONE_END, Offsets.NEAR)),
+    *(moved(FAST, offsets) for offsets in (Offsets.ONE_END, Offsets.NEAR)),
+    *(moved(behind(FAST, DOCUMENTS), one) for one in (Offsets.ONE_START, Offsets.NEAR)),
     *(scaled(FAST, *scale) for scale in _SCALES),
-    *(scaled(LOOK, *scale) for scale in _SCALES[:2]),
     *(scaled(_together(FAST), *scale) for scale in _SCALES[:2]),
     *(anew(_ATTENTION, count) for count in (1, 2, 3)),
     *(anew(_ATTENTION, count, last=False) for count in (1, 2)),
-    *(anew(_ATTENTION, limit=limit, best_last=True) for limit in (0.25, 0.4)),
-    behind(anew(_ATTENTION, limit=0.25, best_last=True), PASSAGES),
+    anew(_ATTENTION, limit=0.25, best_last=True),
+    behind(BALANCED, DOCUMENTS),
     _together(anew(_ATTENTION, limit=0.4, best_last=True)),
     *(_together(anew(_ATTENTION, count, best_last=True)) for count in (1, 2, 3)),
     _together(anew(_BOTH, limit=0.25, best_last=True)),
@@ -195,6 +192,16 @@ EVERYTHING: tuple[Setting, ...] = (
     controls(BEST)[0],
 )  # fmt: skip
 """What a whole run compares."""
+
+
+def with_scales(
+    settings: Sequence[Setting], scales: Mapping[Quality, Scale]
+) -> tuple[Setting, ...]:
+    """Settings, and the rungs as a calibration has scaled them, where they are not among them."""
+    rungs = {Quality.FAST: FAST, Quality.BALANCED: BALANCED}
+    found = [scaled(rungs[quality], *scale) for quality, scale in scales.items()]
+    known = {setting.name for setting in settings}
+    return (*settings, *(setting for setting in found if setting.name not in known))
 
 
 def named(settings: Sequence[Setting], names: Sequence[str]) -> list[Setting]:

@@ -8,12 +8,12 @@ import typer
 
 from lazyrag.cli.documents import printable
 from lazyrag.cli.options import (
+    DEFAULT_RUNG,
     DeviceOption,
     IndexOption,
     JsonOption,
     NodesOption,
     QualityOption,
-    Rung,
     TokensOption,
 )
 from lazyrag.cli.output import command_errors, require_text, to_json
@@ -27,7 +27,7 @@ def ask(
     ],
     index: IndexOption,
     k: NodesOption = 5,
-    quality: QualityOption = Rung.FAST,
+    quality: QualityOption = DEFAULT_RUNG,
     max_new_tokens: TokensOption = 256,
     device: DeviceOption = "auto",
     stream: Annotated[bool, typer.Option("--stream", help="Show the answer as it comes.")] = False,

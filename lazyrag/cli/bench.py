@@ -311,22 +311,36 @@ def quality(
     """Compare answers over reused passages with full attention, and what either costs.
 
     Gold answers are scored, texts are written greedily. The checkpoint is calibrated first, on the
-    documents of the files, unless it is already.
+    documents of the files, unless it is already; with --all in any case, with scales.
     """
     from lazyrag.bench import quality as bench
     from lazyrag.bench import quality_report as report
     from lazyrag.bench.quality_data import read_examples
     from lazyrag.bench.quality_plot import svg
     from lazyrag.bench.quality_rows import RowWriter
-    from lazyrag.bench.quality_settings import BALANCED, BEST, EVERYTHING, FAST, LOOK, SHORT
-    from lazyrag.engine.calibrate import calibrated
-    from lazyrag.engine.sink import sink_ids
+    from lazyrag.bench.quality_settings import (
+        BALANCED,
+        BEST,
+        EVERYTHING,
+        FAST,
+        SHORT,
+        with_scales,
+    )
+    from lazyrag.engine.engine import CALIBRATION_TEXTS, Engine
     from lazyrag.model.load import load_model
 
     examples = [example for file in data for example in read_examples(file, count)]
     loaded = load_model(model, device=device, dtype=dtype)
     texts = [text for example in examples for text in example.texts]
-    found = calibrated(loaded, sink_ids(LOOK.sink, loaded.tokenizer), texts)
+    settings = EVERYTHING if everything else SHORT
+    with Engine(loaded) as engine:
+        texts = texts[:: max(1, len(texts) // CALIBRATION_TEXTS)]
+        if everything:
+            found = engine.calibrate(texts, scales=True)
+            settings = with_scales(settings, engine.scales)
+            say(f"Scales of attention to reused nodes: {dict(engine.scales) or 'none helps'}")
+        else:
+            found = engine.calibration or engine.calibrate(texts)
     writer = None if rows is None else RowWriter(rows)
 
     def done(made: Sequence[Row], examples_done: int) -> None:
@@ -336,7 +350,7 @@ def quality(
 
     try:
         measured = bench.measure(
-            loaded, examples, EVERYTHING if everything else SHORT, found.heads,
+            loaded, examples, settings, found.heads,
             greedy_tokens=greedy, timed=timed, done=done,
         )  # fmt: skip
     finally:
@@ -346,7 +360,7 @@ def quality(
         to_json(report.as_json(measured, loaded.note))
     else:
         typer.echo(report.text(measured, loaded.note))
-    named = [setting.name for setting in (FAST, LOOK, BALANCED, BEST)]
+    named = [setting.name for setting in (FAST, BALANCED, BEST)]
     for path, write in (
         (csv, lambda path: report.write_summary(measured, path)),
         (plot, lambda path: path.write_text(svg(measured, named), encoding="utf-8")),

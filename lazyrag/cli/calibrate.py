@@ -15,10 +15,12 @@ from lazyrag.cli.output import command_errors, quiet_libraries, say, to_json
 def calibrate(
     index: IndexOption, device: DeviceOption = "auto", as_json: JsonOption = False
 ) -> None:
-    """Find out, from the indexed passages, how the model shows which passages a question needs.
+    """Find out, from the indexed passages, how the model is served best; needs no labels.
 
-    Takes a minute or so and needs no labels. The result is kept for these weights on this machine
-    and serves every index. The qualities `balanced` and `best` use it.
+    How it shows which passages a question needs: seconds, kept for these weights on this machine;
+    `lazyrag ingest` has done it already where it could. And how strongly reused passages should be
+    attended to, so that answers come nearest to full attention's: some minutes on a CPU, kept for
+    indexes made with the same settings.
     """
     place = Index(index)
     settings = place.settings()
@@ -40,13 +42,23 @@ def calibrate(
             if done % 8 == 0 or done == whole:
                 say(f"{done} of {whole} made-up questions")
 
-        found = engine.calibrate(progress=progress)
+        found = engine.calibrate(scales=True, progress=progress)
+        scales = dict(engine.scales)
     if as_json:
-        to_json({**asdict(found), "heads": [list(head) for head in found.heads]})
+        heads = [list(head) for head in found.heads]
+        kept = {quality.value: scale._asdict() for quality, scale in scales.items()}
+        to_json({**asdict(found), "heads": heads, "scales": kept})
         return
     for head, share in zip(found.heads, found.shares, strict=True):
         typer.echo(
             f"layer {head.layer}, head {head.head}: {share:.0%} of its attention to passages goes "
             "to the right one"
         )
+    for quality, scale in scales.items():
+        typer.echo(
+            f"{quality}: reused passages at temperature {scale.temperature:g}, group scale "
+            f"{scale.lse_scale:g}"
+        )
+    if not scales:
+        typer.echo("No scale of attention to reused passages is certainly better than none.")
     typer.echo("Kept. `--quality balanced` and `--quality best` choose passages by these heads.")

@@ -10,11 +10,11 @@ import typer
 
 from lazyrag.cli.documents import printable
 from lazyrag.cli.options import (
+    DEFAULT_RUNG,
     DeviceOption,
     IndexOption,
     NodesOption,
     QualityOption,
-    Rung,
     TokensOption,
 )
 from lazyrag.cli.output import command_errors, interactive, say
@@ -36,7 +36,7 @@ MESSAGE_TOKENS = 8
 def chat(
     index: IndexOption,
     k: NodesOption = 5,
-    quality: QualityOption = Rung.FAST,
+    quality: QualityOption = DEFAULT_RUNG,
     max_new_tokens: TokensOption = 256,
     device: DeviceOption = "auto",
 ) -> None:

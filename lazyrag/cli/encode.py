@@ -167,11 +167,14 @@ class Ingestion:
         if self._settings is None:
             self._settings = self._found(engine, embedding)
         vectors = self._vectors()
+        calibrated = engine.calibration is not None
         before = engine.store.stats().bytes
         with _progress_bar(estimate.tokens) as advance:
             for batch in _batches(plan.changed):
                 self._encode_batch(batch, plan, engine, embedding, vectors, advance)
                 outcome.read += len(batch)
+        if not calibrated and engine.calibration is not None:
+            say("Calibrated the model, once: it chooses which passages a question needs most.")
         outcome.chunks = len(texts)
         outcome.tokens = estimate.tokens
         outcome.bytes = engine.store.stats().bytes - before

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lazyrag.types import Quality
+from lazyrag.types import DEFAULT_QUALITY, Quality
 
 
 class Rung(StrEnum):
@@ -19,6 +19,8 @@ class Rung(StrEnum):
     BEST = Quality.BEST.value
     FULL = Quality.FULL.value
 
+
+DEFAULT_RUNG = Rung(DEFAULT_QUALITY.value)
 
 IndexOption = Annotated[
     Path, typer.Option("--index", metavar="DIR", help="The index directory.", show_default=False)

@@ -47,6 +47,7 @@ class Task:
         cancelled: set by the reader, from any thread; looked at between forward passes.
         started: its pages, once it has them.
         begun: whether all its KV is in place, and forward passes with it go on.
+        arrival: its place in line among those of its priority, once it is in line.
     """
 
     def __init__(self, request: Request, deliver: Deliver, metrics: Metrics) -> None:
@@ -54,6 +55,7 @@ class Task:
         self.cancelled = False
         self.started: Started | None = None
         self.begun = False
+        self.arrival: int | None = None
         self._deliver = deliver
         self._metrics = metrics
         self._submitted = self._admitted = time.perf_counter()
@@ -184,7 +186,7 @@ class Answer(PassTask):
         now = time.perf_counter()
         if self._first is None:
             self._first = now
-            self._metrics.first_token(self.request.recognise_s + now - self._submitted)
+            self._metrics.first_token(self.request.spent_s + now - self._submitted)
         else:
             self._metrics.next_token(now - self._last)
         self._last = now
@@ -210,7 +212,7 @@ class Answer(PassTask):
 
     def _generation(self, finish: FinishReason) -> Generation:
         report, first = self.report, self._first or self._last
-        report.ttft_s = self.request.recognise_s + first - self._submitted
+        report.ttft_s = self.request.spent_s + first - self._submitted
         if self._last > first:
             report.decode_tokens_per_s = (len(self._token_ids) - 1) / (self._last - first)
         return Generation(self._text.text, self._token_ids, finish, report)

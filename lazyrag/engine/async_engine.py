@@ -124,7 +124,7 @@ class AsyncEngine:
         prompt: Prompt | Sequence[Mapping[str, str]],
         answer: str,
         *,
-        quality: Quality | str = Quality.FAST,
+        quality: Quality | str | None = None,
     ) -> list[float]:
         """As `Engine.score`. Cancelled, it is computed to its end and dropped.
 

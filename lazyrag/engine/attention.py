@@ -42,7 +42,7 @@ def paged_attention(pool: PagePool, geometry: Geometry, *, scaled: bool = False)
 
     Args:
         pool, geometry: of the engine.
-        scaled: requests may have a temperature or a group scale (the kernels are compiled for it).
+        scaled: requests may have a `Scale` (the kernels are compiled for it).
     """
     if pool.k.device.type != "cuda":
         return TorchAttention(pool, geometry)

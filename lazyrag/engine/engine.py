@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import secrets
 import tempfile
@@ -18,11 +19,12 @@ from typing import Any, ClassVar, Self
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
-from lazyrag.engine import doctor
+from lazyrag.engine import doctor, scaling
 from lazyrag.engine.answer import Task
-from lazyrag.engine.attention import MAX_ROWS
-from lazyrag.engine.calibrate import calibrate
+from lazyrag.engine.calibrate import asked, calibrate, riddles, short_enough
+from lazyrag.engine.climb import Ladder
 from lazyrag.engine.compute import NodeComputer
 from lazyrag.engine.constraint import JsonConstraints
 from lazyrag.engine.costs import Costs
@@ -56,13 +58,12 @@ from lazyrag.engine.write import Writer
 from lazyrag.errors import RequestError
 from lazyrag.model.load import LoadedModel, load_model, parse_device, parse_dtype
 from lazyrag.prompt.read import PromptReader, ReadPrompt
-from lazyrag.prompt.segments import NodeRun, Run, end_live, place
-from lazyrag.quality.calibration import Calibration, recall, remember
-from lazyrag.quality.choice import by_heads
-from lazyrag.quality.ladder import RUNGS, Climbed, Rung, climb
-from lazyrag.quality.moves import Offsets
+from lazyrag.prompt.segments import end_live, place
+from lazyrag.quality.calibration import Calibration, recall_scales, remember, remember_scales
+from lazyrag.quality.scale import Scale
 from lazyrag.store import Encoding, KVStore
 from lazyrag.types import (
+    DEFAULT_QUALITY,
     DEFAULT_SINK,
     GenerationOptions,
     KVDType,
@@ -73,24 +74,19 @@ from lazyrag.types import (
     Prompt,
     Quality,
     Reference,
+    Segment,
 )
 
 POOL_BYTES = 4 * 2**30
 """Most bytes the pool takes unless told otherwise (and at most a quarter of the memory)."""
 CALIBRATION_TEXTS = 512
 """Ingested texts that calibration draws from, at most."""
-NOT_CALIBRATED = (
-    "This checkpoint is not calibrated: the nodes to compute anew are the first ones of the "
-    "prompt, not those the question needs most. Run `lazyrag calibrate` once."
-)
-NO_ROOM_TO_LOOK = (
-    "The pool had no room to look which nodes the question needs most: the first ones of the "
-    "prompt were computed anew."
-)
 HOST_BYTES, HOST_SHARE = 64 * 2**30, 4
 """Beside a GPU at most so much of the host's memory, and one part in so many of it, keeps nodes."""
 POOL_WINDOWS = 8
 """The pool holds at most this many full context windows unless told otherwise."""
+
+logger = logging.getLogger("lazyrag")
 
 
 class Engine:
@@ -166,8 +162,17 @@ class Engine:
         writer = self._writer = Writer()
         computer = NodeComputer(self.store, digest, encoder, library, host, writer, costs)
         placer = self._make_placer(fetcher, computer)
+        self._ladder = Ladder(model, digest)
+        self._scaled = model.device.type != "cuda" or bool(self._ladder.scales)
         self._runner = Runner(
-            model, self._pool, placer, fetcher, computer, reuse_live=reuse_live, leader=leader
+            model,
+            self._pool,
+            placer,
+            fetcher,
+            computer,
+            reuse_live=reuse_live,
+            leader=leader,
+            scaled=self._scaled,
         )
         self._worker = Worker(self._runner, metrics)
         fetcher.notify = writer.notify = self._worker.node_arrived
@@ -182,7 +187,6 @@ class Engine:
             self._worker.call,
         )
         self._constraints = JsonConstraints(model)
-        self._calibration: Calibration | None = None
 
     def _make_placer(self, fetcher: Fetcher, computer: NodeComputer) -> NodePlacer:
         """What brings nodes into the pool; the benchmarks have others."""
@@ -228,9 +232,9 @@ class Engine:
             device: ``auto``, ``cpu``, ``cuda``, ...
             dtype: compute dtype; ``auto`` is float32 on the CPU and bfloat16 on a GPU.
             kv_dtype: how K and V are kept on disk.
-            sink: what nodes are encoded behind: ``documents`` (a neutral system message and
-                "Documents:"), ``template`` (the chat template's own opening), ``none``, or a text
-                of your own.
+            sink: what nodes are encoded behind: ``passages`` (a neutral system message,
+                "Documents:" and neutral passages), ``documents`` (the same without passages),
+                ``template`` (the chat template's own opening), ``none``, or a text of your own.
             pool_bytes: device memory for KV in use and for idle nodes; None = chosen from the
                 machine.
             idle_bytes: of it, at most so much keeps KV that no running request uses; None = all.
@@ -395,7 +399,7 @@ class Engine:
         A text is registered for the reference of its `NodeText`, in addition to those it has; a
         text that was ever registered without one is kept for good. Texts are read as a stream and
         memory stays bounded. Interrupted, it leaves complete nodes only; the same call again does
-        the rest.
+        the rest. Once per model it ends with `calibrate`, which takes seconds.
 
         Args:
             texts: in the exact form in which they will reach the model.
@@ -411,12 +415,13 @@ class Engine:
             StoreError: the disk cannot hold it.
         """
         self._check_open()
-        if not callable(progress):
-            if not progress:
-                return self._ingestor.precompute(texts, None)
+        if callable(progress) or not progress:
+            keys = self._ingestor.precompute(texts, progress or None)
+        else:
             with token_bar("encoding") as bar:
-                return self._ingestor.precompute(texts, bar)
-        return self._ingestor.precompute(texts, progress)
+                keys = self._ingestor.precompute(texts, bar)
+        self._calibrate_once()
+        return keys
 
     def register(self, texts: Iterable[str | NodeText]) -> int:
         """Make texts findable that are encoded and stored when a prompt first holds them.
@@ -503,33 +508,87 @@ class Engine:
         self,
         texts: Sequence[str] | None = None,
         *,
+        scales: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> Calibration:
         """Find out how this checkpoint shows which nodes a question needs; kept for these weights.
 
-        `Quality.BALANCED` and `Quality.BEST` choose nodes by it. Takes a minute or so, during which
-        nothing else is answered; needs no labels.
+        `Quality.BALANCED` and `Quality.BEST` choose nodes by it. The first `precompute` that leaves
+        enough nodes does it by itself. Takes seconds and needs no labels; requests are answered
+        meanwhile.
 
         Args:
-            texts: of nodes; None = some of the ingested ones.
+            texts: of nodes, computed and stored if they are not yet; None = some of the ingested.
+            scales: find out as well whether reused nodes should be attended to more or less
+                strongly than the model would (minutes on a CPU); kept for this encoding. On a GPU
+                that was served without, the next engine serves with it.
             progress: called with (made-up questions done, questions in all).
 
         Raises:
-            RequestError: too few texts.
+            RequestError: too few texts, or nodes of them that do not fit the pool.
         """
         self._check_open()
         chosen = self._library.some_texts(CALIBRATION_TEXTS) if texts is None else list(texts)
-        sink, leader = self.encoding.sink, self._leader
-        found = self._worker.call(
-            lambda: (
-                calibrate(self._model, sink, chosen, progress=progress)
-                if leader is None
-                else leader.calibrate(sink, chosen, progress)
+        if scales and self._leader is not None:
+            raise RequestError(
+                "scales are found without tensor_parallel: calibrate in a program of one process."
             )
-        )
+        found = calibrate(self._model, chosen, self._see, progress=progress)
         remember(self._model, found)
-        self._calibration = found
+        self._ladder.calibration = found
+        if scales:
+            self._calibrate_scales(chosen, progress)
         return found
+
+    def _calibrate_scales(
+        self, texts: Sequence[str], progress: Callable[[int, int], None] | None
+    ) -> None:
+        made = riddles(short_enough(texts, self._model), scaling.QUESTIONS, seed=1)
+        prompts = [
+            end_live(self._reader.read_segments(asked(one, self._model)).runs) for one in made
+        ]
+        found = scaling.find_scales(
+            self._model, self.encoding.sink, self._ladder, prompts, self._worker.call, progress
+        )
+        remember_scales(self._model, self.encoding.digest, found)
+        if self._scaled:
+            self._ladder.scales = found
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What is known of how this checkpoint shows which nodes a question needs."""
+        return self._ladder.calibration
+
+    @property
+    def scales(self) -> Mapping[Quality, Scale]:
+        """How nodes of this encoding are attended to best, by quality; others as the model has it.
+
+        On a GPU those found by this engine itself are served by the next one.
+        """
+        return recall_scales(self._model, self.encoding.digest)
+
+    def _calibrate_once(self) -> None:
+        """After an ingestion: calibrate unless it is done, or there is not enough to do it with."""
+        if self._ladder.calibration is not None:
+            return
+        texts = short_enough(self._library.some_texts(CALIBRATION_TEXTS), self._model)
+        with suppress(RequestError):  # too few yet, or a pool that holds no prompt of some nodes
+            riddles(texts)
+            logger.info("looking which attention heads of the model choose nodes, once: seconds")
+            self.calibrate(texts)
+
+    def _see(self, segments: Sequence[Segment]) -> Mapping[int, Tensor]:
+        """How much the last rows of a prompt attend to its nodes, in every layer."""
+        read = self._reader.read_segments(segments)
+        prompt = place(end_live(read.runs))
+        request = Request.of_nodes(ReadPrompt([node.run for node in prompt.nodes]))
+        self._runner.check_fits(request)
+        layers = range(len(self._model.geometry.layers))
+        found = self._wait(partial(self._worker.look, request, prompt, layers))
+        assert isinstance(found, Looked)
+        if found.masses is None:
+            raise RequestError("the pool has no room to calibrate now; ask again later.")
+        return found.masses
 
     # generation
 
@@ -649,48 +708,23 @@ class Engine:
         schema = chosen.json_schema
         constraint = None if schema is None else self._constraints.make(schema)
         read = self._read(prompt)
-        climbed = self._climb(read, chosen.quality)
-        request = Request.from_prompt(read, chosen, constraint, self._model, started, climbed)
+        if chosen.quality is None:
+            chosen = replace(chosen, quality=_default_quality(prompt))
+        request = Request.from_prompt(read, chosen, constraint, self._model, started)
+        request = self._on_rung(request, read)
         self._runner.check_fits(request)
         return request
 
-    def _climb(self, read: ReadPrompt, quality: Quality) -> Climbed | None:
-        """The prompt as a rung of the ladder has it; None = it stays as given."""
-        rung = RUNGS.get(quality)
-        runs = end_live(read.runs)
-        nodes = [run for run in runs if isinstance(run, NodeRun)]
-        if rung is None or not nodes:
-            return None
-        if any(layer.window is not None for layer in self._model.geometry.layers):
-            rung = replace(rung, offsets=Offsets.IN_LINE)  # a window must not lose sight of nodes
-        ranking, looked = self._ranking(read, runs, rung)
-        return climb(runs, rung, ranking, self._model.tokenizer.control_ids, looked)
-
-    def _ranking(self, read: ReadPrompt, runs: list[Run], rung: Rung) -> tuple[list[int], float]:
-        """Node numbers, the most wanted first, and what it cost to find out, in tokens."""
-        prompt = place(runs)
-        given = list(range(len(prompt.nodes)))
-        if self._calibration is None:
-            self._calibration = recall(self._model)
-        if self._calibration is None:
-            read.warnings.append(NOT_CALIBRATED)
-            return given, 0.0
-        heads = self._calibration.heads
-        layers = {head.layer for head in heads}
-        looked = len(prompt.live_ids) * (max(layers) + 1) / len(self._model.geometry.layers)
-        room = rung.limit * prompt.tokens - len(prompt.live_ids) - looked
-        if len(given) < 2 or len(prompt.live_ids) > MAX_ROWS:
-            return given, 0.0
-        if all(node.run.used > room for node in prompt.nodes):
-            return [], 0.0  # nothing can be chosen
-        request = Request.of_nodes(ReadPrompt([node.run for node in prompt.nodes]))
-        self._runner.check_fits(request)
-        found = self._wait(partial(self._worker.look, request, prompt, layers))
-        assert isinstance(found, Looked)
-        if found.masses is None:
-            read.warnings.append(NO_ROOM_TO_LOOK)
-            return given, 0.0
-        return by_heads(found.masses, heads), looked
+    def _on_rung(self, request: Request, read: ReadPrompt) -> Request:
+        """The request as the ladder has it, or with what it takes to get there."""
+        quality = request.options.quality
+        request = replace(request, scale=self._ladder.scale(quality))
+        climb = self._ladder.climb(end_live(read.runs), quality)
+        if climb is None:
+            return request
+        if climb.heads:
+            return replace(request, climb=climb)
+        return request.climbed(*climb.reach())
 
     def _check_open(self) -> None:
         if self._closed:
@@ -718,14 +752,14 @@ class Engine:
         prompt: Prompt | Sequence[Mapping[str, str]],
         answer: str,
         *,
-        quality: Quality | str = Quality.FAST,
+        quality: Quality | str | None = None,
     ) -> list[float]:
         """Log-probability (natural) of each token of an answer behind a prompt or conversation.
 
         Args:
             prompt: as for `generate`, or messages as for `chat`.
             answer: the text to score.
-            quality: see `Quality`.
+            quality: see `GenerationOptions`.
 
         Raises:
             RequestError: the answer is empty, or prompt and answer do not fit.
@@ -736,7 +770,7 @@ class Engine:
         self,
         prompt: Prompt | Sequence[Mapping[str, str]],
         answer: str,
-        quality: Quality | str,
+        quality: Quality | str | None,
         *,
         whole: bool,
     ) -> Scores:
@@ -744,6 +778,16 @@ class Engine:
         ids = self._model.tokenizer.encode_text(answer)
         if not ids:
             raise RequestError("the answer to score is empty.")
+        return self._score_ids(prompt, ids, quality, whole=whole)
+
+    def _score_ids(
+        self,
+        prompt: Prompt | Sequence[Mapping[str, str]],
+        ids: Sequence[int],
+        quality: Quality | str | None,
+        *,
+        whole: bool,
+    ) -> Scores:
         overrides = {"quality": quality, "max_new_tokens": len(ids)}
         request = self._request(prompt, None, overrides)
         outcome = self._wait(partial(self._worker.score, request, ids, whole))
@@ -812,6 +856,12 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _default_quality(prompt: Prompt | Sequence[Mapping[str, str]]) -> Quality:
+    """Nodes of a list of segments stay where their caller has put them."""
+    given = not isinstance(prompt, str) and any(isinstance(one, Live | Node) for one in prompt)
+    return Quality.FAST if given else DEFAULT_QUALITY
 
 
 def _drain(stream: GenerationStream) -> Generation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -11,8 +11,9 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from lazyrag.engine.report import ReuseReport
+from lazyrag.engine.report import Origin, ReuseReport
 from lazyrag.errors import RequestError
+from lazyrag.types import NodeKey
 
 FinishReason = Literal["stop", "length"]
 
@@ -68,9 +69,11 @@ class Looked:
     Attributes:
         masses: by layer fp32 [q_heads, rows, nodes], see `lazyrag.engine.mass.MassStep`; None = the
             pool had no room.
+        origins: where the nodes came from.
     """
 
     masses: dict[int, Tensor] | None
+    origins: Mapping[NodeKey, Origin]
 
 
 Outcome = Generation | Scores | Pinned | Looked

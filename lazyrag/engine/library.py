@@ -67,11 +67,11 @@ class Library:
         return released.nodes
 
     def some_texts(self, most: int) -> list[str]:
-        """Registered texts, at most so many, from all over the index."""
+        """Texts of encoded nodes, at most so many, from all over the index."""
         rows = self._index.signatures_after(self._encoding, 0)
         step = max(1, -(-len(rows) // most))
-        found = (self._text(id) for id, _ in rows[::step])
-        return [text for text in found if text is not None]
+        found = (self._index.text(id) for id, _ in rows[::step])
+        return [row.text for row in found if row is not None and not row.alias]
 
     def knows(self, text: str) -> bool:
         """Whether a text is registered."""

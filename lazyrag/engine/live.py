@@ -2,7 +2,8 @@
 
 The KV of live text depends on all it has seen. So a full page of it has a name, a digest of every
 (id, position) up to its end and of every (node, offset) in between, chained page by page, and is
-reused only under an equal name: a repeated system text, an unchanged chat history.
+reused only under an equal name: a repeated system text, an unchanged chat history. Text behind
+nodes has seen them through a `Scale`, which is part of its name; text before any node has not.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from lazyrag.prompt.segments import PlacedNode, PlacedPrompt
+from lazyrag.quality.scale import PLAIN, Scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,12 @@ class LiveNames:
     Args:
         nodes: of the prompt, in order.
         page_size: tokens a page.
+        scale: of attention to the nodes.
     """
 
-    def __init__(self, nodes: Sequence[PlacedNode], page_size: int) -> None:
+    def __init__(self, nodes: Sequence[PlacedNode], page_size: int, scale: Scale = PLAIN) -> None:
         self._nodes = nodes
+        self._scale = struct.pack("<2d", *scale)
         self._next_node = 0
         self._page_size = page_size
         self._row = 0
@@ -59,6 +63,7 @@ class LiveNames:
                     break
                 digest.update(node.run.key.digest)
                 digest.update(struct.pack("<3q", node.first_row, node.offset, node.run.used))
+                digest.update(self._scale)
                 self._next_node += 1
             self._before = digest.digest()
             names.append(LiveKey(self._before))
@@ -66,8 +71,8 @@ class LiveNames:
         return names
 
 
-def reusable_names(prompt: PlacedPrompt, page_size: int) -> list[LiveKey]:
+def reusable_names(prompt: PlacedPrompt, page_size: int, scale: Scale = PLAIN) -> list[LiveKey]:
     """Names of the prompt's full live pages; its last token, which must be computed, is in none."""
     most = len(prompt.live_ids) - 1
-    names = LiveNames(prompt.nodes, page_size)
+    names = LiveNames(prompt.nodes, page_size, scale)
     return names.extend(prompt.live_ids[:most], prompt.live_positions[:most])

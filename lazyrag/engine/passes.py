@@ -24,6 +24,7 @@ from lazyrag.model import seam
 from lazyrag.model.geometry import Geometry
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.segments import PlacedPrompt
+from lazyrag.quality.scale import PLAIN, Scale
 from lazyrag.store import StoredKV
 
 PASS_ROWS = {"cpu": 1024, "cuda": 4096}
@@ -37,13 +38,12 @@ class Trial:
     Attributes:
         prompt: placed; its last token is live.
         pages: of each placed node, where its rotated K and V lie.
-        temperature, lse_scale: of attention to the nodes (APE, arXiv 2502.05431).
+        scale: of attention to the nodes.
     """
 
     prompt: PlacedPrompt
     pages: tuple[Pages, ...]
-    temperature: float = 1.0
-    lse_scale: float = 1.0
+    scale: Scale = PLAIN
 
 
 Wrapper = Callable[[seam.AttentionStep, Sequence[Rows]], seam.AttentionStep]
@@ -71,7 +71,7 @@ class Passes:
     Args:
         model: a loaded checkpoint.
         pool: holds nodes and live text; nobody else uses it meanwhile.
-        scaled: trials may have a temperature or a group scale.
+        scaled: trials may have a scale.
     """
 
     def __init__(self, model: LoadedModel, pool: PagePool, *, scaled: bool = False) -> None:
@@ -220,8 +220,7 @@ class Passes:
             nodes,
             pages,
             capacity,
-            temperature=trial.temperature,
-            lse_scale=trial.lse_scale,
+            scale=trial.scale,
         )
 
     def _forward(

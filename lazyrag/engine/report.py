@@ -95,7 +95,11 @@ class ReuseReport:
     earlier request had computed behind exactly the same. ``tokens_computed`` counts what went
     through the model before the first token; a node that stands twice in a prompt is reused twice,
     but computed once. ``tokens_looked`` counts, with the share of layers that were run, what went
-    through it before only to choose nodes.
+    through it before only to choose nodes, ``look_s`` is the time from the request until they were
+    chosen; it is part of ``ttft_s``.
+
+    ``node_temperature`` and ``node_lse_scale`` are those of attention to reused nodes (1 = as the
+    model has it), as the checkpoint was calibrated.
 
     Times are those spent in the engine: what a reader of a stream does between pieces is not in
     them. ``warnings`` are sentences on what could not be used (the store's index, say).
@@ -108,6 +112,9 @@ class ReuseReport:
     live_tokens_reused: int = 0
     tokens_computed: int = 0
     tokens_looked: float = 0.0
+    look_s: float = 0.0
+    node_temperature: float = 1.0
+    node_lse_scale: float = 1.0
     bytes_by_tier: dict[Tier, int] = field(default_factory=dict)
     recognise_s: float = 0.0
     ttft_s: float | None = None
@@ -142,9 +149,9 @@ class ReuseReport:
         """One line for people."""
         first = "-" if self.ttft_s is None else f"{self.ttft_s:.2f} s"
         line = (
-            f"{self.nodes_reused} of {len(self.nodes)} nodes reused, "
+            f"{self.quality}: {self.nodes_reused} of {len(self.nodes)} nodes reused, "
             f"{self.tokens_reused:,} tokens reused, {self.tokens_computed:,} computed, "
-            f"first token after {first}"
+            f"work {self.work:.0%} of full attention's, first token after {first}"
         )
         reasons = sorted({str(node.reason) for node in self.nodes if node.reason is not None})
         return f"{line} (recomputed: {', '.join(reasons)})" if reasons else line

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from lazyrag.engine.climb import Climb
 from lazyrag.engine.constraint import Constraint
 from lazyrag.engine.report import NodeReport, NodeStatus, Origin, Reason, ReuseReport, Tier
 from lazyrag.errors import RequestError, RequestTimeoutError
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.read import NearNode, ReadPrompt
-from lazyrag.prompt.segments import NodeRun, PlacedPrompt, Run, as_live, end_live, place
-from lazyrag.quality.ladder import Climbed
+from lazyrag.prompt.segments import NodeRun, PlacedPrompt, as_live, end_live, place
+from lazyrag.quality.ladder import Climbed, Standing
+from lazyrag.quality.scale import PLAIN, Scale
 from lazyrag.types import GenerationOptions, NodeKey, Quality
 
 DEFAULT_NEW_TOKENS = 256
@@ -29,7 +31,7 @@ class Request:
 
     Attributes:
         prompt: what is live, what is reused, where.
-        known: the nodes of the prompt as read, before the quality setting made some of them live.
+        known: the nodes of the prompt, before the quality setting made some of them live.
         near: nodes the prompt almost holds.
         warnings: what could not be used.
         options: how to decode.
@@ -37,11 +39,15 @@ class Request:
         new_tokens: at most this many are generated.
         recognise_s: seconds that reading the prompt (and its JSON Schema) took.
         deadline: of ``time.perf_counter``, after which the request is stopped.
-        climbed: the prompt as its rung of the ladder has it, if it has one.
+        climb: how to go on once it is known which nodes the question attends to; None = the prompt
+            is as it is to be read.
+        looked, look_s: tokens (times the share of layers) and seconds that finding out took.
+        origins: where nodes came from that finding out has brought already.
+        scale: of attention to reused nodes.
     """
 
     prompt: PlacedPrompt
-    known: tuple[tuple[NodeRun, int], ...]
+    known: tuple[Standing, ...]
     near: tuple[NearNode, ...]
     warnings: tuple[str, ...]
     options: GenerationOptions
@@ -49,7 +55,11 @@ class Request:
     new_tokens: int
     recognise_s: float
     deadline: float | None
-    climbed: Climbed | None = None
+    climb: Climb | None = None
+    looked: float = 0.0
+    look_s: float = 0.0
+    origins: Mapping[NodeKey, Origin] = field(default_factory=dict)
+    scale: Scale = PLAIN
 
     @classmethod
     def from_prompt(
@@ -59,40 +69,24 @@ class Request:
         constraint: Constraint | None,
         model: LoadedModel,
         started: float,
-        climbed: Climbed | None = None,
     ) -> Request:
-        """Place the prompt and check that it fits the context window, before any work.
+        """Place the prompt as given and check that it fits the context window, before any work.
 
         Args:
-            read: the prompt as given.
+            read: the prompt.
             options, constraint: of the answer.
             model: that answers.
             started: of ``time.perf_counter``, when the request came.
-            climbed: the prompt as a rung of the ladder has it; None = as given, or nothing reused.
 
         Raises:
             RequestError: prompt and answer do not fit; says by how much.
         """
         recognise_s = time.perf_counter() - started
-        if climbed is not None:
-            prompt = place(climbed.runs)
-            return cls(
-                prompt=prompt,
-                known=tuple((node.run, node.offset) for node in climbed.nodes),
-                near=tuple(read.near),
-                warnings=tuple(read.warnings),
-                options=options,
-                constraint=constraint,
-                new_tokens=_new_tokens(prompt, options, climbed.runs, model),
-                recognise_s=recognise_s,
-                deadline=None if options.timeout_s is None else started + options.timeout_s,
-                climbed=climbed,
-            )
         runs = end_live(read.runs)
-        known = [(node.run, node.offset) for node in place(runs).nodes]
+        known = [Standing(node.run, node.offset) for node in place(runs).nodes]
         if len(known) < sum(isinstance(run, NodeRun) for run in read.runs):  # one token, the last
             last = place(read.runs).nodes[-1]
-            known.append((replace(last.run, used=0), last.offset))
+            known.append(Standing(replace(last.run, used=0), last.offset))
         if options.quality is Quality.FULL:
             runs = as_live(runs)
         prompt = place(runs)
@@ -103,9 +97,26 @@ class Request:
             warnings=tuple(read.warnings),
             options=options,
             constraint=constraint,
-            new_tokens=_new_tokens(prompt, options, runs, model),
+            new_tokens=_new_tokens(prompt, options, model),
             recognise_s=recognise_s,
             deadline=None if options.timeout_s is None else started + options.timeout_s,
+        )
+
+    def climbed(self, climbed: Climbed, warnings: Sequence[str] = ()) -> Request:
+        """The request over its prompt as a rung of the ladder has it.
+
+        No token is further from the first one than before, so that it fits as it did.
+        """
+        standing = list(climbed.nodes)
+        for one in self.known[len(standing) :]:  # one token, the last of the prompt
+            standing.append(replace(one, given=len(standing)))
+        return replace(
+            self,
+            prompt=place(climbed.runs),
+            known=tuple(standing),
+            warnings=(*self.warnings, *warnings),
+            climb=None,
+            looked=climbed.looked,
         )
 
     @classmethod
@@ -114,10 +125,10 @@ class Request:
         prompt = place(read.runs)
         return cls(
             prompt=prompt,
-            known=tuple((node.run, node.offset) for node in prompt.nodes),
+            known=tuple(Standing(node.run, node.offset) for node in prompt.nodes),
             near=(),
             warnings=tuple(read.warnings),
-            options=GenerationOptions(),
+            options=GenerationOptions(quality=Quality.FAST),
             constraint=None,
             new_tokens=0,
             recognise_s=0.0,
@@ -137,6 +148,11 @@ class Request:
             )
 
     @property
+    def spent_s(self) -> float:
+        """Seconds that were spent on it before it was put in line as it is."""
+        return self.recognise_s + self.look_s
+
+    @property
     def seconds_left(self) -> float | None:
         """Until its time is up; None = it has no limit."""
         return None if self.deadline is None else self.deadline - time.perf_counter()
@@ -154,21 +170,24 @@ class Request:
             origins: of every reused node; empty with ``quality="full"``.
             live_reused: leading live tokens that were computed before.
         """
+        assert self.options.quality is not None, "the engine has decided"
         report = ReuseReport(quality=self.options.quality, recognise_s=self.recognise_s)
         report.warnings = list(self.warnings)
         report.prompt_tokens = self.prompt.tokens
         report.live_tokens_reused = live_reused
         report.tokens_computed = len(self.prompt.live_ids) - live_reused
+        report.tokens_looked, report.look_s = self.looked, self.look_s
+        report.node_temperature, report.node_lse_scale = self.scale
         bytes_read: Counter[Tier] = Counter()
         counted: set[NodeKey] = set()
-        standing = self.climbed.nodes if self.climbed is not None else ()
-        if self.climbed is not None:
-            report.tokens_looked = self.climbed.looked
-        for place_, (run, offset) in enumerate(self.known):
-            origin = origins.get(run.key, Origin(Tier.NONE, 0, Reason.QUALITY_FULL))
+        computed = {key: one for key, one in origins.items() if one.reason is not None}
+        found = {**origins, **self.origins, **computed}
+        for one in self.known:
+            run = one.run
+            origin = found.get(run.key, Origin(Tier.NONE, 0, Reason.QUALITY_FULL))
             if not run.used:
                 origin = Origin(Tier.NONE, 0, Reason.LAST_TOKEN)
-            if standing and standing[place_].anew:
+            elif one.anew:
                 origin = Origin(Tier.NONE, 0, Reason.CHOSEN)
             first_time = run.key not in counted
             counted.add(run.key)
@@ -183,11 +202,11 @@ class Request:
                 NodeReport(
                     run.key,
                     len(run.ids),
-                    offset,
+                    one.offset,
                     origin.tier,
                     status,
                     origin.reason,
-                    standing[place_].given if standing else None,
+                    one.given,
                 )
             )
         report.bytes_by_tier = {tier: nbytes for tier, nbytes in bytes_read.items() if nbytes}
@@ -206,9 +225,7 @@ class Request:
         return report
 
 
-def _new_tokens(
-    prompt: PlacedPrompt, options: GenerationOptions, runs: list[Run], model: LoadedModel
-) -> int:
+def _new_tokens(prompt: PlacedPrompt, options: GenerationOptions, model: LoadedModel) -> int:
     window = model.geometry.max_positions
     furthest = max(
         [prompt.next_position]

@@ -141,6 +141,7 @@ class Runner:
         computer: computes nodes.
         reuse_live: whether live text that was computed before is reused.
         leader: has other ranks do the same; None = there are none.
+        scaled: whether requests may have a `Scale`.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class Runner:
         *,
         reuse_live: bool = True,
         leader: Leader | None = None,
+        scaled: bool = False,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -160,8 +162,8 @@ class Runner:
         self._fetcher = fetcher
         self._computer = computer
         self._reuse_live = reuse_live
-        self._paged = paged_attention(pool, model.geometry)
         self._leader = leader
+        self._paged = paged_attention(pool, model.geometry, scaled=scaled)
         packed = packed_forward(model, self._paged)
         self._packed = packed if leader is None else leader.forward(packed)
         self._chosen: dict[RunningSequence, int] = {}  # by the pass that was fetched last
@@ -225,38 +227,47 @@ class Runner:
         capacity = len(prompt.live_ids) + request.new_tokens
         placed = self._placer.acquire(
             [node.run for node in prompt.nodes],
-            self._reusable(prompt),
+            self._reusable(request),
             capacity,
             request.options.priority,
         )
         if placed is None:
             return None
         try:
-            return Started(self._sequence(prompt, placed, capacity), placed)
+            return Started(self._sequence(request, placed, capacity), placed)
         except BaseException:
             pool.release(placed.own_pages)
             self._placer.leave(placed)
             raise
 
-    def _sequence(self, prompt: PlacedPrompt, placed: Placed, capacity: int) -> PagedSequence:
+    def _sequence(self, request: Request, placed: Placed, capacity: int) -> PagedSequence:
+        prompt, scale = request.prompt, request.scale
         nodes = [
             SeenNode(placed.nodes[node.run.key].pages, node.run.used, node.offset, node.first_row)
             for node in prompt.nodes
         ]
-        names = LiveNames(prompt.nodes, self.pool.page_size) if self._reuse_live else None
+        names = LiveNames(prompt.nodes, self.pool.page_size, scale) if self._reuse_live else None
         shared = len(placed.live_names)
         positions = prompt.live_positions[: shared * self.pool.page_size]
         if names is not None:
             names.extend(prompt.live_ids[: len(positions)], positions)
         return PagedSequence(
-            self.pool, nodes, placed.live_pages, capacity, names, shared, positions
+            self.pool,
+            nodes,
+            placed.live_pages,
+            capacity,
+            names,
+            shared,
+            positions,
+            scale=scale,
         )
 
-    def _reusable(self, prompt: PlacedPrompt) -> Sequence[LiveKey]:
+    def _reusable(self, request: Request) -> Sequence[LiveKey]:
+        prompt = request.prompt
         if not self._reuse_live:
             return ()
         if self._named[0] is not prompt:  # one that waits for room asks again and again
-            self._named = prompt, reusable_names(prompt, self.pool.page_size)
+            self._named = prompt, reusable_names(prompt, self.pool.page_size, request.scale)
         return self._named[1]
 
     def end(self, started: Started) -> None:

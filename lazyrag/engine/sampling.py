@@ -249,7 +249,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         f"a JSON Schema as JSON text of at most {MAX_SCHEMA_CHARACTERS:,} characters, or None",
         lambda v: v is None or (isinstance(v, str) and len(v) <= MAX_SCHEMA_CHARACTERS),
     ),
-    ("quality", "a Quality", lambda v: isinstance(v, Quality)),
+    ("quality", "a Quality, or None", lambda v: v is None or isinstance(v, Quality)),
     ("shorten", "True or False", lambda v: isinstance(v, bool)),
     ("strict", "True or False", lambda v: isinstance(v, bool)),
     ("priority", "a whole number", _whole),
@@ -257,9 +257,9 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
 )
 
 
-def _quality(value: Any) -> Quality:
+def _quality(value: Any) -> Quality | None:
     try:
-        return Quality(value)
+        return None if value is None else Quality(value)
     except ValueError:
         raise RequestError(
             f"Unknown quality {value!r}: use 'fast', 'balanced', 'best' or 'full'."

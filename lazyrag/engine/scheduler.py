@@ -82,7 +82,9 @@ class Scheduler:
                 )
             )
             return
-        place = (-task.request.options.priority, next(self._arrival), task)
+        if task.arrival is None:
+            task.arrival = next(self._arrival)
+        place = (-task.request.options.priority, task.arrival, task)
         heapq.heappush(self._waiting, place)
 
     def step(self) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lazyrag.engine.live import LiveKey, LiveNames
 from lazyrag.engine.pool import PagePool
 from lazyrag.model.geometry import Geometry
+from lazyrag.quality.scale import PLAIN, Scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,7 @@ class PagedSequence:
         names: names the live pages from the first one that is not shared; None = others get none.
         shared: how many leading pages were computed by earlier requests.
         positions: of the tokens in those.
-        temperature, lse_scale: of attention to the nodes, see `NodeSpan` and `RequestRows`. They
-            are no part of the names: live text behind scaled nodes must not be shared.
+        scale: of attention to the nodes; ``names`` are those of the same.
     """
 
     def __init__(
@@ -52,17 +52,13 @@ class PagedSequence:
         shared: int = 0,
         positions: Sequence[int] = (),
         *,
-        temperature: float = 1.0,
-        lse_scale: float = 1.0,
+        scale: Scale = PLAIN,
     ) -> None:
-        scaled = temperature != 1.0 or lse_scale != 1.0
-        if scaled and (names is not None or shared):
-            raise ValueError("live text behind scaled nodes is not shared")
         self._pool = pool
         self.nodes = nodes
-        self._lse_scale = lse_scale
+        self._lse_scale = scale.lse_scale
         self._seen = tuple(
-            NodeSpan(node.pages, node.length, node.offset, temperature=temperature)
+            NodeSpan(node.pages, node.length, node.offset, temperature=scale.temperature)
             for node in nodes
         )
         self._last_first_row = max((node.first_row for node in nodes), default=0)

@@ -14,7 +14,7 @@ import torch
 
 from lazyrag.engine.answer import Answer, Pinning, Scoring, Task
 from lazyrag.engine.generation import Deliver
-from lazyrag.engine.looking import Looking
+from lazyrag.engine.looking import Climbing, Looking
 from lazyrag.engine.metrics import Metrics
 from lazyrag.engine.request import Request
 from lazyrag.engine.runner import Runner
@@ -57,7 +57,11 @@ class Worker:
         Raises:
             RequestError: the worker is closed.
         """
-        return self._put(Answer(request, self._runner.model, deliver, self._metrics))
+        return self._put_climbing(
+            request,
+            deliver,
+            lambda made: Answer(made, self._runner.model, deliver, self._metrics),
+        )
 
     def score(self, request: Request, answer: Sequence[int], whole: bool, deliver: Deliver) -> Task:
         """Put a request in line whose answer is given; see `Scoring`.
@@ -65,7 +69,11 @@ class Worker:
         Raises:
             RequestError: the worker is closed.
         """
-        return self._put(Scoring(request, answer, whole, deliver, self._metrics))
+        return self._put_climbing(
+            request,
+            deliver,
+            lambda made: Scoring(made, answer, whole, deliver, self._metrics),
+        )
 
     def pin(self, request: Request, deliver: Deliver) -> Task:
         """Put nodes in line that are to stay in the pool; see `Pinning`.
@@ -78,12 +86,29 @@ class Worker:
     def look(
         self, request: Request, prompt: PlacedPrompt, layers: Collection[int], deliver: Deliver
     ) -> Task:
-        """Put a look at a prompt in line; see `Looking`.
+        """Put a look at a prompt in line that nothing follows from; see `Looking`.
 
         Raises:
             RequestError: the worker is closed.
         """
         return self._put(Looking(request, prompt, layers, self._runner, deliver, self._metrics))
+
+    def _put_climbing(
+        self, request: Request, deliver: Deliver, make: Callable[[Request], Task]
+    ) -> Task:
+        """Put a request in line, behind a look at its prompt if it has to climb yet."""
+        if request.climb is None:
+            return self._put(make(request))
+        return self._put(
+            Climbing(request, self._runner, deliver, self._metrics, make, self._put_following)
+        )
+
+    def _put_following(self, task: Task) -> None:
+        """Put what follows from another task in line; its nodes are here."""
+        with self._woken:
+            self._check_open()
+            self._wake()
+            self._arrived.append(task)
 
     def _put(self, task: Task) -> Task:
         self._check_process()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lazyrag.model.cache_dir import JsonCache
 from lazyrag.model.load import LoadedModel
 from lazyrag.quality.choice import Head
+from lazyrag.quality.scale import Scale
+from lazyrag.types import Quality
 
 CACHE = "calibrations.json"
-VERSION = 1
+VERSION = 2
 """Raised when the procedure finds something else; old results are then not used."""
 
 
@@ -53,3 +56,21 @@ def recall(model: LoadedModel) -> Calibration | None:
     there = model.geometry.all_heads
     known = all(0 <= head.layer < there.layers and 0 <= head.head < there.q_heads for head in heads)
     return found if heads and known else None
+
+
+def remember_scales(model: LoadedModel, encoding: bytes, scales: Mapping[Quality, Scale]) -> None:
+    """Keep how nodes of an encoding are attended to best; none = as the model has it."""
+    kept = {quality.value: list(scale) for quality, scale in scales.items()}
+    JsonCache(CACHE).put(f"{_name(model)}|{encoding.hex()}", kept)
+
+
+def recall_scales(model: LoadedModel, encoding: bytes) -> dict[Quality, Scale]:
+    """The kept scales of an encoding; what cannot be read counts as none."""
+    kept = JsonCache(CACHE).read().get(f"{_name(model)}|{encoding.hex()}")
+    if not isinstance(kept, dict):
+        return {}
+    try:
+        scales = {Quality(name): Scale(*map(float, pair)) for name, pair in kept.items()}
+    except (TypeError, ValueError):
+        return {}
+    return scales if all(0.1 <= one <= 10 for pair in scales.values() for one in pair) else {}

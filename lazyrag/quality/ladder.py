@@ -38,15 +38,15 @@ class Standing:
 
     Attributes:
         run: the node.
-        given: its number in the prompt as given.
         offset: position of its first token.
+        given: its number in the prompt as given; None = its order was not to be changed.
         anew: whether it is computed anew.
     """
 
     run: NodeRun
-    given: int
     offset: int
-    anew: bool
+    given: int | None = None
+    anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _standing(
         offset = cursor if run.offset is None else run.offset
         if isinstance(node, NodeRun):
             place = len(found)
-            found.append(Standing(node, order[place], offset, place in anew))
+            found.append(Standing(node, offset, order[place], place in anew))
         cursor = (cursor if isinstance(run, NodeRun) else offset) + (
             run.used if isinstance(run, NodeRun) else len(run.ids)
         )

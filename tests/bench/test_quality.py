@@ -27,6 +27,7 @@ from lazyrag.bench.quality_settings import (
     Chooser,
     anew,
     controls,
+    scaled,
 )
 from lazyrag.bench.quality_statistics import Table
 from lazyrag.engine.engine import Engine
@@ -34,6 +35,7 @@ from lazyrag.errors import RequestError
 from lazyrag.model.load import load_model
 from lazyrag.quality.choice import Head
 from lazyrag.quality.moves import Offsets
+from lazyrag.quality.scale import Scale
 
 DATA = Path(__file__).parents[1] / "data" / "nq_open_20.jsonl"
 
@@ -284,8 +286,14 @@ def test_everything_computed_anew_is_full_attention(checkpoint, measured):
     assert found["parts"].kl > 1e-4
 
 
-def test_the_command(checkpoint, tmp_path: Path):
+@pytest.mark.parametrize("everything", [False, True], ids=["ladder", "all"])
+def test_the_command(checkpoint, tmp_path: Path, monkeypatch, everything: bool):
     """A user's own file, a tiny model, calibrated on the way; every file it can write."""
+    monkeypatch.setenv("LAZYRAG_CACHE", str(tmp_path / "cache"))
+    found = Scale(0.95, 0.95)  # in no setting yet
+    monkeypatch.setattr("lazyrag.engine.scaling.best", lambda rows: found)
+    settings = [*EVERYTHING, scaled(FAST, *found), scaled(BALANCED, *found)]
+    settings = settings if everything else list(SHORT)
     from typer.testing import CliRunner
 
     from lazyrag.cli.main import app
@@ -317,13 +325,15 @@ def test_the_command(checkpoint, tmp_path: Path):
             *("--device", "cpu", "--greedy", "3", "--timed", "1"),
             *("--rows", str(files["rows.csv"]), "--csv", str(files["table.csv"])),
             *("--plot", str(files["plot.svg"])),
+            *(("--all",) if everything else ()),
         ],
     )
     assert result.exit_code == 0, result.output
     assert "3 examples (own 3)" in result.stdout
     rows = read_rows(files["rows.csv"])
-    assert len(rows) == 3 * len(SHORT)
+    assert len(rows) == 3 * len(settings)
+    assert {one.setting for one in rows} == {one.name for one in settings}
     assert {one.same_text for one in rows if one.setting == FULL.name} == {1}
-    assert sum(one.ttft_s >= 0 for one in rows) == len(SHORT)
-    assert len(files["table.csv"].read_text().splitlines()) == 1 + 2 * len(SHORT)
+    assert sum(one.ttft_s >= 0 for one in rows) == len(settings)
+    assert len(files["table.csv"].read_text().splitlines()) == 1 + 2 * len(settings)
     assert files["plot.svg"].read_text().startswith("<svg")

@@ -13,6 +13,9 @@ from lazyrag_kernels.rope import Rotary
 
 from lazyrag import Engine, Live, Node
 from lazyrag.engine.attention import TritonAttention
+from lazyrag.quality.calibration import remember_scales
+from lazyrag.quality.scale import Scale
+from lazyrag.types import Quality
 from tests.support.tiny import save_tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -166,3 +169,26 @@ def test_live_text_is_reused_behind_the_same(wide, tmp_path: Path) -> None:
         assert first.report.live_tokens_reused == 0
         assert again.report.live_tokens_reused == (live - 1) // 64 * 64 > 0
         assert first.token_ids == again.token_ids == copied.token_ids
+
+
+def test_scales_are_served_as_on_the_cpu(wide, tmp_path: Path, monkeypatch) -> None:
+    """Temperature and group scale that a calibration has left for the encoding, captured or not."""
+    monkeypatch.setenv("LAZYRAG_CACHE", str(tmp_path / "cache"))
+    scale = Scale(0.8, 0.7)
+    scores: list[list[float]] = []
+    texts = []
+    for device in ("cpu", "cpu", "cuda"):  # the first engine finds no scale
+        with Engine.from_pretrained(
+            wide("llama"), store=tmp_path / device, device=device, dtype="float32"
+        ) as engine:
+            engine.precompute(TEXTS)
+            asked = prompt(0, 1)
+            scores.append(engine.score(asked, "Nine ships.", quality="fast"))
+            answer = engine.generate(asked, max_new_tokens=40, quality="fast")
+            texts.append(answer.text)
+            known = (answer.report.node_temperature, answer.report.node_lse_scale)
+            assert known == (scale if len(scores) > 1 else (1.0, 1.0))
+            remember_scales(engine._model, engine.encoding.digest, {Quality.FAST: scale})
+    assert scores[1] != pytest.approx(scores[0], abs=1e-2)
+    assert scores[2] == pytest.approx(scores[1], abs=1e-4)
+    assert texts[2] == texts[1]

@@ -13,7 +13,8 @@ from lazyrag import Engine, Live, Node
 from lazyrag.engine.live import LiveKey, LiveNames, reusable_names
 from lazyrag.engine.pool import PagePool
 from lazyrag.prompt.segments import LiveRun, NodeRun, end_live, place
-from lazyrag.types import NodeKey, Segment
+from lazyrag.quality.scale import PLAIN, Scale
+from lazyrag.types import NodeKey, Quality, Segment
 from tests.support.close import assert_far, rms_ratio
 
 PAGE = 16
@@ -293,3 +294,38 @@ def test_text_that_came_again_stays_longer_than_newer_text_that_did_not(open_eng
     assert len(live_names(engine)) == 8
     evict(engine, 4)
     assert live_names(engine) == again
+
+
+# scaled attention to nodes
+
+
+def test_a_scale_is_part_of_names_behind_nodes_only():
+    runs = [LiveRun(tuple(range(40))), NodeRun(NodeKey(b"k" * 32), (7,) * 9, 9)]
+    placed = place([*runs, LiveRun(tuple(range(60)))])
+    plain, *others = (
+        reusable_names(placed, PAGE, scale) for scale in (PLAIN, Scale(0.9, 1.0), Scale(1.0, 0.9))
+    )
+    for names in others:
+        assert names[:2] == plain[:2]  # 32 tokens before the node
+        assert not set(names[2:]) & set(plain[2:])
+    assert others[0][2:] != others[1][2:]
+    assert reusable_names(placed, PAGE) == plain
+
+
+def test_text_behind_scaled_nodes_is_shared_with_its_like_only(open_engine: OpenEngine):
+    scale = Scale(0.8, 0.7)
+    engine = open_engine()
+    alone = open_engine(reuse_live=False)
+    expected = {}
+    for name, scales in (("plain", {}), ("scaled", {Quality.FAST: scale})):
+        alone._ladder.scales = scales
+        expected[name] = distributions(alone, FIRST)
+    assert_far("scaled", expected["plain"], expected["scaled"], TOLERANCE)
+    reused = []
+    for name in ("plain", "scaled", "plain", "scaled"):
+        engine._ladder.scales = {Quality.FAST: scale} if name == "scaled" else {}
+        report = engine.generate(FIRST, max_new_tokens=1, quality="fast").report
+        assert report.node_lse_scale == (0.7 if name == "scaled" else 1.0)
+        reused.append(report.live_tokens_reused)
+        assert rms_ratio(distributions(engine, FIRST), expected[name]) < TOLERANCE
+    assert reused == [0, HEAD, WHOLE, WHOLE]

@@ -6,7 +6,6 @@
     look         a pass up to a layer, measuring attention                    all to every rank
     encode       nodes behind the sink                                        gathered on rank 0
     write        raw K and V into pages                                       scattered by rank 0
-    calibrate    the whole calibration
     close        leave
 
 Scheduling, recognition, the store and sampling are rank 0's alone, so that nothing in them knows of

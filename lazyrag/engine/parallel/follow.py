@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 
 from lazyrag.engine.attention import PagedAttention, paged_attention
-from lazyrag.engine.calibrate import calibrate
 from lazyrag.engine.encode import Encoder
 from lazyrag.engine.forward import Forward, NextTokens, packed_forward
 from lazyrag.engine.mass import measure
@@ -103,16 +102,11 @@ def _write(here: _Here, message: Message) -> None:
     write_heads(here.model, here.pool, None, message)
 
 
-def _calibrate(here: _Here, message: Message) -> None:
-    calibrate(here.model, tuple(message["sink"]), message["texts"])
-
-
 _DO: dict[str, Callable[[_Here, Message], None]] = {
     "launch": _launch,
     "look": _look,
     "encode": _encode,
     "write": _write,
-    "calibrate": _calibrate,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -11,7 +11,6 @@ from lazyrag_kernels.attention import Pages
 from torch import Tensor
 
 from lazyrag.engine.attention import PagedAttention
-from lazyrag.engine.calibrate import calibrate, riddles_of
 from lazyrag.engine.encode import Encoder
 from lazyrag.engine.forward import Forward, Launched, NextTokens
 from lazyrag.engine.mass import measure
@@ -20,7 +19,6 @@ from lazyrag.engine.pool import PagePool
 from lazyrag.engine.sequence import PagedSequence
 from lazyrag.model.load import LoadedModel
 from lazyrag.model.ranks import Message, Ranks
-from lazyrag.quality.calibration import Calibration
 
 
 class LeadingForward:
@@ -147,21 +145,6 @@ class Leader:
         }
         with self._ranks.together(message):
             return measure(self._model, attention, self._pool, sequence, ids, positions, layers)
-
-    def calibrate(
-        self,
-        sink: tuple[int, ...],
-        texts: Sequence[str],
-        progress: Callable[[int, int], None] | None,
-    ) -> Calibration:
-        """See `calibrate`.
-
-        Raises:
-            RequestError: too few texts.
-        """
-        riddles_of(self._model, texts)  # what is refused is refused before the others begin
-        with self._ranks.together({"do": "calibrate", "sink": list(sink), "texts": list(texts)}):
-            return calibrate(self._model, sink, texts, progress=progress)
 
 
 def describe(sequence: PagedSequence) -> Message:

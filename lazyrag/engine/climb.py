@@ -1,0 +1,132 @@
+"""Putting a prompt on its rung of the ladder: whether to look first, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from lazyrag.engine.attention import MAX_ROWS
+from lazyrag.model.load import LoadedModel
+from lazyrag.prompt.segments import PlacedPrompt, Run, place
+from lazyrag.quality.calibration import Calibration, recall, recall_scales
+from lazyrag.quality.choice import Head, by_heads
+from lazyrag.quality.ladder import RUNGS, Climbed, Rung, climb
+from lazyrag.quality.moves import Offsets
+from lazyrag.quality.scale import PLAIN, Scale
+from lazyrag.types import Quality
+
+NOT_CALIBRATED = (
+    "This checkpoint is not calibrated: the nodes to compute anew are the first ones of the "
+    "prompt, not those the question needs most. Run `lazyrag calibrate` once (seconds)."
+)
+NO_ROOM_TO_LOOK = (
+    "The pool had no room to look which nodes the question needs most: the first ones of the "
+    "prompt were computed anew."
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Climb:
+    """A prompt on its way to a rung.
+
+    Attributes:
+        runs: of the prompt as given; the last one is live.
+        prompt: the same, placed.
+        rung: how far to go.
+        control_ids: of the tokenizer.
+        heads: whose attention to the nodes has to be seen first; none = ``ranking`` is known.
+        ranking: node numbers, the most wanted first, as long as nothing better is known.
+        looked: tokens that seeing it takes, times the share of layers that are run.
+        warnings: what the user should know.
+    """
+
+    runs: Sequence[Run]
+    prompt: PlacedPrompt
+    rung: Rung
+    control_ids: Collection[int]
+    ranking: Sequence[int]
+    heads: Sequence[Head] = ()
+    looked: float = 0.0
+    warnings: Sequence[str] = ()
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """Whose attention has to be seen."""
+        return frozenset(head.layer for head in self.heads)
+
+    def reach(self, masses: Mapping[int, Tensor] | None = None) -> tuple[Climbed, Sequence[str]]:
+        """The prompt as the rung has it, and what the user should know.
+
+        Args:
+            masses: of ``layers``, see `lazyrag.engine.mass.MassStep`; None = nothing was seen.
+        """
+        ranking, looked, warnings = self.ranking, 0.0, self.warnings
+        if self.heads and masses is None:
+            warnings = (*warnings, NO_ROOM_TO_LOOK)
+        elif masses is not None:
+            ranking, looked = by_heads(masses, self.heads), self.looked
+        return climb(self.runs, self.rung, ranking, self.control_ids, looked), warnings
+
+
+class Ladder:
+    """The rungs as one checkpoint climbs them.
+
+    Args:
+        model: a loaded checkpoint.
+        encoding: digest of what nodes are encoded with.
+
+    Attributes:
+        scales: of attention to reused nodes, by quality; others have none.
+    """
+
+    def __init__(self, model: LoadedModel, encoding: bytes) -> None:
+        self._model = model
+        self._calibration: Calibration | None = None
+        shared = model.ranks is not None  # the others know of no scale
+        self.scales: Mapping[Quality, Scale] = {} if shared else recall_scales(model, encoding)
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What is known about the checkpoint; another process may have found it out."""
+        if self._calibration is None:
+            self._calibration = recall(self._model)
+        return self._calibration
+
+    @calibration.setter
+    def calibration(self, found: Calibration) -> None:
+        self._calibration = found
+
+    def scale(self, quality: Quality | None) -> Scale:
+        """Of attention to reused nodes."""
+        return PLAIN if quality is None else self.scales.get(quality, PLAIN)
+
+    def climb(self, runs: Sequence[Run], quality: Quality | None) -> Climb | None:
+        """How a prompt gets to its rung; None = it is read as given.
+
+        Args:
+            runs: of the prompt; the last one is live.
+            quality: see `Quality`.
+        """
+        rung = None if quality is None else RUNGS.get(quality)
+        prompt = place(list(runs))
+        if rung is None or not prompt.nodes:
+            return None
+        geometry = self._model.geometry
+        if any(layer.window is not None for layer in geometry.layers):
+            rung = replace(rung, offsets=Offsets.IN_LINE)  # a window must not lose sight of nodes
+        made = Climb(
+            runs, prompt, rung, self._model.tokenizer.control_ids, range(len(prompt.nodes))
+        )
+        calibration = self.calibration
+        if calibration is None:
+            return replace(made, warnings=(NOT_CALIBRATED,))
+        live = len(prompt.live_ids)
+        if len(prompt.nodes) < 2 or live > MAX_ROWS:
+            return made
+        last = max(head.layer for head in calibration.heads)
+        looked = live * (last + 1) / len(geometry.layers)
+        if all(node.run.used > rung.limit * prompt.tokens - live - looked for node in prompt.nodes):
+            return replace(made, ranking=())  # whatever were seen, nothing can be chosen
+        return replace(made, heads=calibration.heads, looked=looked)
