@@ -236,20 +236,21 @@ def test_a_node_in_use_stays_until_its_requests_end(open_engine):
     engine = open_engine(pool_bytes=PAGE_BYTES * 60)
     pool, node = engine._pool, NodeText(text(1), reference=FIRST)
     (key,) = engine.precompute([node])
-    expected = engine.chat(question(text(1)), max_new_tokens=40)
-    streams = [engine.stream_chat(question(text(1)), max_new_tokens=40) for _ in range(2)]
+    options = {"max_new_tokens": 200, "json_schema": '{"type": "string", "minLength": 1000}'}
+    expected = engine.chat(question(text(1)), **options)
+    streams = [engine.stream_chat(question(text(1)), **options) for _ in range(2)]
     begun = [next(stream) for stream in streams]
     assert engine.release([FIRST]) == 1
     assert not engine.store.file(key).exists()
     poison_free_pages(engine)
     engine.generate("x" * 200, max_new_tokens=2)
+    assert key in pool
     for first, stream in zip(begun, streams, strict=True):
-        assert key in pool
         assert first + "".join(stream) == expected.text
     assert pool.free_pages + pool.evictable_pages == 60
     assert engine.chat(question(text(1)), max_new_tokens=1).report.nodes == []
     engine.precompute([node])
-    again = engine.chat(question(text(1)), max_new_tokens=40)
+    again = engine.chat(question(text(1)), **options)
     assert again.token_ids == expected.token_ids
     assert engine.release([FIRST]) == 1
     assert key not in pool

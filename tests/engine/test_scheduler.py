@@ -406,7 +406,8 @@ def test_what_is_chosen_on_the_host_is_waited_for(bench: Bench, order, options):
 @pytest.mark.usefixtures("overlapping")
 def test_an_answer_that_ended_has_a_row_that_nobody_reads(bench: Bench, monkeypatch):
     """Its pages go to the next request while the pass still runs; nothing of it gets a name."""
-    _, whole = bench.add(prompt(0), max_new_tokens=40)
+    options = {"max_new_tokens": 40, "temperature": 1.5, "seed": 1}
+    _, whole = bench.add(prompt(0), **options)
     bench.finish()
     ids = whole.outcome.token_ids
     ending = replace(bench.engine._model, eos_ids=frozenset(ids[20:21]))
@@ -414,14 +415,14 @@ def test_an_answer_that_ended_has_a_row_that_nobody_reads(bench: Bench, monkeypa
     end = ids.index(ids[20])
     assert end > 3
     bench.runner.drop([node.key for node in whole.outcome.report.nodes])
-    first, reader = bench.add(prompt(0), max_new_tokens=40)
-    _, other = bench.add(prompt(1), max_new_tokens=40)
+    first, reader = bench.add(prompt(0), **options)
+    _, other = bench.add(prompt(1), **options)
     while not reader.outcomes:
         bench.step()
     assert bench.scheduler._under_way is not None
     assert first in [task for task, _ in bench.scheduler._under_way[0]]
     check_pages(bench.engine._pool, bench.scheduler._running)
-    _, again = bench.add(prompt(0), max_new_tokens=40)
+    _, again = bench.add(prompt(0), **options)
     bench.finish()
     assert reader.outcome.token_ids == again.outcome.token_ids == ids[: end + 1]
     assert reader.outcome.finish_reason == "stop"

@@ -298,13 +298,13 @@ def test_cancelling_before_the_first_text_ends_the_request(
 ) -> None:
     """The prompt is read in parts; the next part is not begun."""
     monkeypatch.setattr("lazyrag.engine.scheduler.STEP_TOKENS", 16)
-    forward, calls = chat.engine._runner.forward, [0]
+    launch, calls = chat.engine._runner.launch, [0]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        return forward(*args, **kwargs)
+        return launch(*args, **kwargs)
 
-    monkeypatch.setattr(chat.engine._runner, "forward", counted)
+    monkeypatch.setattr(chat.engine._runner, "launch", counted)
 
     async def leave() -> None:
         task = asyncio.ensure_future(chat.ainvoke(PROMPT + " word" * 800))
@@ -324,13 +324,13 @@ def test_exception_in_the_model_reaches_the_consumer(
     chat: ChatLazyKV, monkeypatch: pytest.MonkeyPatch, form: str, nothing_held: Callable[[], None]
 ) -> None:
     """Also one that comes in the middle of an answer, after the first text."""
-    forward, calls = chat.engine._runner.forward, [0]
+    launch, calls = chat.engine._runner.launch, [0]
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         if calls[0] == 3:
             raise LazyRagError("the third pass fails")
-        return forward(*args, **kwargs)
+        return launch(*args, **kwargs)
 
     async def astream() -> None:
         async for _ in chat.astream(PROMPT):
@@ -345,7 +345,7 @@ def test_exception_in_the_model_reaches_the_consumer(
         "abatch": lambda: asyncio.run(chat.abatch([PROMPT])),
     }
     with monkeypatch.context() as patch:
-        patch.setattr(chat.engine._runner, "forward", fails)
+        patch.setattr(chat.engine._runner, "launch", fails)
         with pytest.raises(LazyRagError, match="third pass"):
             calls_of[form]()
     nothing_held()
