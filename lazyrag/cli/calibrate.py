@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Annotated
 
 import typer
 
@@ -13,14 +14,23 @@ from lazyrag.cli.output import command_errors, quiet_libraries, say, to_json
 
 @command_errors
 def calibrate(
-    index: IndexOption, device: DeviceOption = "auto", as_json: JsonOption = False
+    index: IndexOption,
+    scales: Annotated[
+        bool,
+        typer.Option(
+            "--scales",
+            help="Also how strongly reused passages should be attended to; read docs/quality.md.",
+        ),
+    ] = False,
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Find out, from the indexed passages, how the model is served best; needs no labels.
 
     How it shows which passages a question needs: seconds, kept for these weights on this machine;
-    `lazyrag ingest` has done it already where it could. And how strongly reused passages should be
-    attended to, so that answers come nearest to full attention's: some minutes on a CPU, kept for
-    indexes made with the same settings.
+    `lazyrag ingest` has done it already where it could. With --scales also how strongly reused
+    passages should be attended to: some minutes on a CPU, kept and served for indexes made with the
+    same settings.
     """
     place = Index(index)
     settings = place.settings()
@@ -42,23 +52,23 @@ def calibrate(
             if done % 8 == 0 or done == whole:
                 say(f"{done} of {whole} made-up questions")
 
-        found = engine.calibrate(scales=True, progress=progress)
-        scales = dict(engine.scales)
+        found = engine.calibrate(scales=scales, progress=progress)
+        kept = dict(engine.scales)
     if as_json:
         heads = [list(head) for head in found.heads]
-        kept = {quality.value: scale._asdict() for quality, scale in scales.items()}
-        to_json({**asdict(found), "heads": heads, "scales": kept})
+        by_quality = {quality.value: scale._asdict() for quality, scale in kept.items()}
+        to_json({**asdict(found), "heads": heads, "scales": by_quality})
         return
     for head, share in zip(found.heads, found.shares, strict=True):
         typer.echo(
             f"layer {head.layer}, head {head.head}: {share:.0%} of its attention to passages goes "
             "to the right one"
         )
-    for quality, scale in scales.items():
+    for quality, scale in kept.items():
         typer.echo(
             f"{quality}: reused passages at temperature {scale.temperature:g}, group scale "
             f"{scale.lse_scale:g}"
         )
-    if not scales:
+    if scales and not kept:
         typer.echo("No scale of attention to reused passages is certainly better than none.")
     typer.echo("Kept. `--quality balanced` and `--quality best` choose passages by these heads.")

@@ -335,7 +335,9 @@ def test_scales_are_nearest_to_full_attention_and_kept_for_the_encoding(
                 assert reference is not None and other is not None
                 expected = (reference.exp() * (reference - other)).sum(dim=-1).mean()
                 assert divergences[number] == pytest.approx(float(expected), abs=1e-4)
-    with Engine.from_pretrained(checkpoint("llama"), store=tmp_path / "b") as engine:
+    with Engine.from_pretrained(
+        checkpoint("llama"), store=tmp_path / "b", dtype="float32"
+    ) as engine:
         assert engine._ladder.scales == {Quality.FAST: GRID[3], Quality.BALANCED: GRID[3]}
     with Engine.from_pretrained(checkpoint("llama"), store=tmp_path / "b", sink="none") as engine:
         assert engine._ladder.scales == {}
