@@ -22,6 +22,7 @@ from lazyrag.bench.quality_settings import (
     Use,
 )
 from lazyrag.engine.encode import Encoder
+from lazyrag.engine.fill import PageFiller
 from lazyrag.engine.passes import Passes, Reading, write_nodes
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.sink import sink_ids
@@ -70,6 +71,7 @@ class QualityBench:
             dtype=model.dtype,
             device=model.device,
         )
+        self._filler = PageFiller(self._pool, model.geometry)
         self._plain = Passes(model, self._pool)
         self._scaled = Passes(model, self._pool, scaled=True)
         self._encoders: dict[tuple[int, ...], Encoder] = {}
@@ -137,7 +139,7 @@ class QualityBench:
                         raise RequestError("the pool is too small for these examples.")
                     case.pages[sink][node.key] = pages
                     places.append(pages)
-                write_nodes(self._pool, self._model.geometry, encoded, places)
+                write_nodes(self._filler, encoded, places)
 
     def _rank(self, cases: Sequence[Case]) -> None:
         trials = [case.trial(FAST)[0] for case in cases]

@@ -162,7 +162,7 @@ class TraceEngine(Engine):
 
     def _make_placer(self, fetcher: Fetcher, computer: NodeComputer) -> NodePlacer:
         geometry = self._model.geometry
-        self._placer = _Placer(self._pool, geometry, fetcher, computer, self._costs)
+        self._placer = _Placer(self._pool, geometry, self._fill, fetcher, computer, self._costs)
         return self._placer
 
     def _bring_s(self, key: PageKey, tokens: int) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lazyrag.engine.attention import paged_attention
 from lazyrag.engine.encode import Encoder
-from lazyrag.engine.nodes import write_node_kv
+from lazyrag.engine.fill import PageFiller
 from lazyrag.engine.pool import PagePool, page_size_on
 from lazyrag.engine.sequence import PagedSequence, SeenNode
 from lazyrag.errors import ModelError
@@ -108,6 +108,7 @@ def _lazy_logits(model: LoadedModel, prompts: list[PlacedPrompt], sink: tuple[in
         device=model.device,
     )
     attention = paged_attention(pool, model.geometry)
+    filler = PageFiller(pool, model.geometry)
     pool.k.fill_(float("nan"))
     pool.v.fill_(float("nan"))
     rows = []
@@ -117,7 +118,7 @@ def _lazy_logits(model: LoadedModel, prompts: list[PlacedPrompt], sink: tuple[in
             pages = pool.allocate(len(node.run.ids))
             assert pages is not None
             (kv,) = encoder.encode([node.run.ids])
-            write_node_kv(pool, model.geometry, kv.k, kv.v, pages)
+            filler.fill(kv.k, kv.v, pages)
             nodes.append(SeenNode(pages, node.run.used, node.offset, node.first_row))
         live = len(prompt.live_ids)
         pages = pool.allocate(live)

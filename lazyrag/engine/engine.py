@@ -30,6 +30,7 @@ from lazyrag.engine.constraint import JsonConstraints
 from lazyrag.engine.costs import Costs
 from lazyrag.engine.encode import Encoder
 from lazyrag.engine.fetch import Fetcher
+from lazyrag.engine.fill import PageFiller
 from lazyrag.engine.generation import (
     Deliver,
     Delivery,
@@ -157,6 +158,7 @@ class Engine:
         nodes_sink = self.encoding.sink
         leader = None if model.ranks is None else Leader(model, self._pool, nodes_sink, kv)
         self._leader = leader
+        self._fill = PageFiller(self._pool, geometry).fill if leader is None else leader.fill
         encoder = (Encoder if leader is None else LeadingEncoder)(model, nodes_sink, kv, costs)
         fetcher = self._fetcher = Fetcher(self.store, host, costs, self.kv_bytes_per_token)
         writer = self._writer = Writer()
@@ -191,8 +193,7 @@ class Engine:
     def _make_placer(self, fetcher: Fetcher, computer: NodeComputer) -> NodePlacer:
         """What brings nodes into the pool; the benchmarks have others."""
         geometry = self._model.geometry
-        write = None if self._leader is None else self._leader.write
-        return NodePlacer(self._pool, geometry, fetcher, computer, self._costs, write)
+        return NodePlacer(self._pool, geometry, self._fill, fetcher, computer, self._costs)
 
     def _evicted(self, key: PageKey, pages: int) -> None:
         """An entry leaves the pool for want of room."""

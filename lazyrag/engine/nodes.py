@@ -11,13 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeVar
 
-import torch
 from lazyrag_kernels.attention import Pages
-from lazyrag_kernels.kv_write import write_kv
-from lazyrag_kernels.rope import cos_sin
 from torch import Tensor
 
 from lazyrag.engine.compute import NodeComputer, reason_of
@@ -166,23 +162,23 @@ class NodePlacer:
 
     Args:
         pool, geometry: of the engine.
+        write: fills pages, see `PageFiller.fill`.
         fetcher: reads nodes.
         computer: computes nodes.
         costs: says which of the two is faster.
-        write: fills pages; None = `write_node_kv`, into ``pool``.
     """
 
     def __init__(
         self,
         pool: PagePool,
         geometry: Geometry,
+        write: NodeWrite,
         fetcher: Fetcher,
         computer: NodeComputer,
         costs: Costs,
-        write: NodeWrite | None = None,
     ) -> None:
         self._pool = pool
-        self._write_kv = write or partial(write_node_kv, pool, geometry)
+        self._write_kv = write
         self._geometry = geometry
         self._fetcher = fetcher
         self._computer = computer
@@ -436,39 +432,3 @@ def _is_due(arrival: Arrival) -> bool:
 def _some(found: T | None) -> T:
     assert found is not None, "it is there"
     return found
-
-
-def write_node_kv(
-    pool: PagePool, geometry: Geometry, k: Tensor, v: Tensor, pages: Pages, first: int = 0
-) -> None:
-    """Fill a node's pages: raw keys rotated at their local position (invariant 2), values as is.
-
-    Args:
-        pool, geometry: of the engine.
-        k, v: [layers, tokens, kv_heads, head_dim].
-        pages: of the node.
-        first: position of the first token; 0 but for copies that stand at one place only.
-    """
-    tokens = k.shape[1]
-    positions = torch.arange(first, first + tokens)
-    write_at(pool, geometry, k, v, pool.slots(pages, 0, tokens), positions)
-
-
-def write_at(
-    pool: PagePool, geometry: Geometry, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor
-) -> None:
-    """As `write_node_kv`, of tokens of any nodes.
-
-    Args:
-        k, v: [layers, tokens, kv_heads, head_dim].
-        slots, positions: int64 [tokens]: where each goes, and its local position.
-    """
-    device = pool.k.device
-    positions = positions.to(device)
-    k, v = k.to(device, pool.k.dtype), v.to(device, pool.v.dtype)
-    tables = {
-        rotary: cos_sin(rotary, positions) for rotary in {layer.rotary for layer in geometry.layers}
-    }
-    for index, layer in enumerate(geometry.layers):
-        cos, sin = tables[layer.rotary]
-        write_kv(pool.k[index], pool.v[index], k[index], v[index], slots, cos, sin)

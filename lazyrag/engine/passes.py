@@ -14,14 +14,13 @@ from lazyrag_kernels.attention import Pages
 from torch import Tensor
 
 from lazyrag.engine.attention import paged_attention
+from lazyrag.engine.fill import PageFiller
 from lazyrag.engine.forward import run
 from lazyrag.engine.mass import MassStep, Rows
-from lazyrag.engine.nodes import write_at
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.sequence import PagedSequence, SeenNode
 from lazyrag.errors import RequestError
 from lazyrag.model import seam
-from lazyrag.model.geometry import Geometry
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.segments import PlacedPrompt
 from lazyrag.quality.scale import PLAIN, Scale
@@ -242,18 +241,13 @@ class Passes:
         return list(run(self._model, ids, step, index).split(list(wanted)))
 
 
-def write_nodes(
-    pool: PagePool, geometry: Geometry, encoded: Sequence[StoredKV], places: Sequence[Pages]
-) -> None:
-    """As `lazyrag.engine.nodes.write_node_kv`, many nodes at once, each into its pages."""
-    slots = torch.cat(
-        [pool.slots(pages, 0, len(kv.ids)) for kv, pages in zip(encoded, places, strict=True)]
-    )
-    positions = torch.cat([torch.arange(len(kv.ids)) for kv in encoded])
+def write_nodes(filler: PageFiller, encoded: Sequence[StoredKV], places: Sequence[Pages]) -> None:
+    """Many nodes at once, each into its pages."""
     k, v = (
         torch.cat(parts, dim=1) for parts in zip(*((kv.k, kv.v) for kv in encoded), strict=True)
     )
-    write_at(pool, geometry, k, v, slots, positions)
+    lengths = [len(kv.ids) for kv in encoded]
+    filler.fill_all(k, v, list(zip(places, lengths, strict=True)))
 
 
 def _packed(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:

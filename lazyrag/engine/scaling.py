@@ -18,7 +18,8 @@ from torch import Tensor
 from lazyrag.engine.calibrate import LONGEST, NODES
 from lazyrag.engine.climb import Ladder
 from lazyrag.engine.encode import Encoder, length_batches
-from lazyrag.engine.passes import Passes, Trial, write_nodes
+from lazyrag.engine.fill import PageFiller
+from lazyrag.engine.passes import Passes, Trial
 from lazyrag.engine.pool import PagePool, page_size_on
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.segments import NodeRun, Run, as_live, place
@@ -104,6 +105,7 @@ class _Bench:
             dtype=model.dtype,
             device=model.device,
         )
+        self._filler = PageFiller(self._pool, model.geometry)
         self._encoder = Encoder(model, sink, model.dtype)
         self._passes = Passes(model, self._pool, scaled=True)
         self._held: dict[NodeKey, Pages] = {}
@@ -153,7 +155,7 @@ class _Bench:
             for number, kv in zip(batch, encoded, strict=True):
                 pages = self._pool.allocate(len(kv.ids))
                 assert pages is not None, "the pool was made for it"
-                write_nodes(self._pool, self._model.geometry, [kv], [pages])
+                self._filler.fill(kv.k, kv.v, pages)
                 self._held[missing[number].key] = pages
 
 

@@ -175,5 +175,6 @@ class PagedStep:
             self._tables[spec.rotary] = cos_sin(spec.rotary, self._positions.to(q.device))
         k_pool, v_pool = self._pool.k[layer], self._pool.v[layer]
         k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)
-        write_kv(k_pool, v_pool, k, v, self._slots, *self._tables[spec.rotary])
+        interleaved = spec.rotary.interleaved
+        write_kv(k_pool, v_pool, k, v, self._slots, *self._tables[spec.rotary], interleaved)
         return self._attention.attend(q[0].transpose(0, 1), k_pool, v_pool, spec)[None]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from lazyrag import Engine, Live, Node
 from lazyrag.engine.attention import TritonAttention, paged_attention
 from lazyrag.engine.forward import EagerForward
+from tests.engine import test_fill
 from tests.support.tiny import save_tiny
 
 TEXT = "The pier of Norrhamn was rebuilt in 1931."
@@ -34,3 +36,8 @@ def test_greedy_text_is_that_of_plain_torch(tmp_path: Path, name: str) -> None:
         assert [stream.read().token_ids for stream in streams] == expected
         assert engine.score(prompt, "abc") == pytest.approx(score, rel=1e-4)
         assert not isinstance(paged_attention(engine._pool, geometry), TritonAttention)
+
+
+@pytest.mark.parametrize("rotaries", test_fill.ROTARIES.values(), ids=test_fill.ROTARIES)
+def test_pages_are_filled_by_the_kernel(rotaries) -> None:
+    test_fill.check(rotaries, torch.bfloat16, 300, kernel=True)

@@ -10,6 +10,7 @@ import torch
 from lazyrag.engine import passes as passes_module
 from lazyrag.engine.encode import Encoder
 from lazyrag.engine.engine import Engine
+from lazyrag.engine.fill import PageFiller
 from lazyrag.engine.passes import Passes, Trial, write_nodes
 from lazyrag.engine.pool import PagePool
 from lazyrag.errors import RequestError
@@ -40,6 +41,7 @@ def world(checkpoint, tmp_path_factory):
     pool = PagePool(
         model.geometry, pages=300, page_size=16, dtype=torch.float32, device=model.device
     )
+    filler = PageFiller(pool, model.geometry)
     encoder = Encoder(model, engine.encoding.sink, torch.float32)
     held = {}
     for one in texts:
@@ -47,7 +49,7 @@ def world(checkpoint, tmp_path_factory):
         encoded = encoder.encode([ids])
         pages = pool.allocate(len(ids))
         assert pages is not None
-        write_nodes(pool, model.geometry, encoded, [pages])
+        write_nodes(filler, encoded, [pages])
         held[key] = pages
 
     def trial(prompt: str, quality: str) -> Trial:

@@ -38,6 +38,7 @@ from lazyrag.engine import worker as worker_module
 from lazyrag.engine.answer import Answer
 from lazyrag.engine.costs import Costs
 from lazyrag.engine.fetch import Fetch
+from lazyrag.engine.fill import PageFiller
 from lazyrag.engine.forward import EagerForward, EagerLaunched, NextTokens, packed_rows
 from lazyrag.engine.generation import Generation
 from lazyrag.engine.nodes import NodePlacer
@@ -629,7 +630,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.fetcher = _Fetcher(self.engine)
         self.computer = _Computer(self.fetcher)
         self.costs = Costs()
-        placer = NodePlacer(self.pool, model.geometry, self.fetcher, self.computer, self.costs)
+        write = PageFiller(self.pool, model.geometry).fill
+        placer = NodePlacer(
+            self.pool, model.geometry, write, self.fetcher, self.computer, self.costs
+        )
         self.runner = _Runner(model, self.pool, placer, self.fetcher, self.computer)
         self.forward = self.runner._packed = _Forward(asynchronous)
         self.scheduler = Scheduler(self.runner)

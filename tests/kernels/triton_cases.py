@@ -24,7 +24,7 @@ from lazyrag_kernels.attention import (
 from lazyrag_kernels.attention.plan import Heads, Plan, PlanError, Planner, TileClass
 from lazyrag_kernels.attention.step import TritonStep
 from lazyrag_kernels.kv_write import write_kv
-from lazyrag_kernels.kv_write.triton import write_step
+from lazyrag_kernels.kv_write.triton import write_layers, write_step
 from lazyrag_kernels.linear import triton as narrow
 from lazyrag_kernels.rope import AngleTable, Rotary, cos_sin, rotate
 from torch import Tensor
@@ -387,6 +387,41 @@ def test_writing_equals_the_plain_path(shape):
     expected = rotate(q, cos[:, None], sin[:, None], shape.interleaved)
     assert turned is not None
     assert_close("q", expected[used], turned[used], 2e-7)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", WRITTEN.values(), ids=WRITTEN)
+def test_writing_layers_equals_writing_each(shape, stored):
+    """A node of three layers in one launch; what it does not write stays as it was."""
+    world = World(shape, [([], [1])])
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    whole = torch.randn(2, 5, 9, shape.kv_heads, shape.dim, device=DEVICE, generator=generator)
+    k, v = whole.to(stored)[:, 1:4]
+    slots = torch.tensor([3, 40, 17, 5, 0, 31, 6, 8, 9], device=DEVICE, dtype=torch.int32)
+    positions = torch.arange(250, 259, device=DEVICE, dtype=torch.int32)
+    pools = [torch.full((3, 48, shape.kv_heads, shape.dim), 7.0, device=DEVICE) for _ in range(4)]
+    angles = cos_sin(world.rotary, positions.long())
+    for layer in range(3):
+        kv = k[layer].float(), v[layer].float()
+        plain = pools[0][layer], pools[1][layer]
+        write_kv(*plain, *kv, slots.long(), *angles, shape.interleaved)
+    views = pools[2:]
+    if shape.page_major:
+        views = [pool.unflatten(1, (3, 16)).transpose(2, 3).contiguous() for pool in views]
+    write_layers(*views, k, v, slots, positions, world.rotary, world.angles, 16)
+    if shape.page_major:
+        views = [pool.transpose(2, 3).flatten(1, 2) for pool in views]
+    assert_close("k", pools[0], views[0], 2e-7)
+    assert torch.equal(pools[1], views[1])
+
+
+def test_layers_in_fp8_are_refused():
+    world = World(Shape(), [([], [1])])
+    pool = torch.zeros(1, 16, world.shape.kv_heads, world.shape.dim, device=DEVICE)
+    where = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    pool, k = pool.to(torch.float8_e4m3fn), pool[:, :1]
+    with pytest.raises(ValueError, match="fp8"):
+        write_layers(pool, pool, k, k, where, where, world.rotary, world.angles, 16)
 
 
 @pytest.mark.parametrize("position", [0, 257, 15_962, 131_071, -131_071])

@@ -8,7 +8,14 @@ from lazyrag_kernels.rope import rotate
 
 
 def write_kv(
-    k_pool: Tensor, v_pool: Tensor, k: Tensor, v: Tensor, slots: Tensor, cos: Tensor, sin: Tensor
+    k_pool: Tensor,
+    v_pool: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
 ) -> None:
     """Rotate raw keys once and write keys and values to their slots.
 
@@ -18,7 +25,8 @@ def write_kv(
         slots: int64 [tokens], where each token goes; distinct.
         cos, sin: fp32 [tokens, rotary_dim / 2] at the position the key is kept at: the local
             position of a node's token, the final position of live text.
+        interleaved: which pairs, see `Rotary`.
     """
-    rotated = rotate(k, cos.unsqueeze(1), sin.unsqueeze(1))
+    rotated = rotate(k, cos.unsqueeze(1), sin.unsqueeze(1), interleaved)
     k_pool.index_copy_(0, slots, rotated.to(k_pool.dtype))
     v_pool.index_copy_(0, slots, v.to(v_pool.dtype))

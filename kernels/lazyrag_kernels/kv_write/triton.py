@@ -1,4 +1,5 @@
-"""One launch before attention: live K and V into pages, keys and queries turned to their positions.
+"""One launch puts K and V into pages, keys turned to their positions: live text's before attention,
+with the queries, or a node's of all layers.
 
 A key is rotated once, rounded once and stays. A query is rotated in fp32 and not rounded: attention
 turns it on, from its position to its distance from each node, and rounds then.
@@ -26,19 +27,22 @@ def _write_kernel(
     v_pool,
     k_scale,  # fp32 [pages, kv_heads], fp8 pages only
     v_scale,
-    k,  # [tokens, kv_heads, DIM] raw
+    k,  # [layers, tokens, kv_heads, DIM] raw
     v,
     q,  # [tokens, q_heads, DIM] raw
     q_turned,  # fp32 [tokens, q_heads, DIM]
     slots,  # int32 or int64 [tokens]
     positions,
     angles,
+    k_layer_stride,
     k_stride,
     k_head_stride,
+    v_layer_stride,
     v_stride,
     v_head_stride,
     q_stride,
     q_head_stride,
+    layer_stride,
     page_stride,
     slot_stride,
     kv_head_stride,
@@ -53,7 +57,8 @@ def _write_kernel(
     INTERLEAVED: tl.constexpr,
     FP8_PAGES: tl.constexpr,
 ):
-    """One program a token and kv head."""
+    """One program a token and kv head of a layer."""
+    layer = tl.program_id(1).to(tl.int64)
     token = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = tl.program_id(0) % kv_heads
     slot = tl.load(slots + token).to(tl.int64)
@@ -83,14 +88,15 @@ def _write_kernel(
         tl.store(p_q + o_1[None, :], b_t1, mask=m_q)
         tl.store(p_q + o_2[None, :], b_t2, mask=m_q)
 
-    p_k = k + token * k_stride + head * k_head_stride
+    p_k = k + layer * k_layer_stride + token * k_stride + head * k_head_stride
     b_k1 = tl.load(p_k + o_1, mask=m_pair, other=0.0).to(tl.float32)  # [HALF_PAD]
     b_k2 = tl.load(p_k + o_2, mask=m_pair, other=0.0).to(tl.float32)
     b_r1 = b_k1 * b_cos - b_k2 * b_sin
     b_r2 = b_k2 * b_cos + b_k1 * b_sin
     o_dim = tl.arange(0, DIM_PAD)
     m_dim = o_dim < DIM
-    b_v = tl.load(v + token * v_stride + head * v_head_stride + o_dim, mask=m_dim, other=0.0)
+    p_v = v + layer * v_layer_stride + token * v_stride + head * v_head_stride
+    b_v = tl.load(p_v + o_dim, mask=m_dim, other=0.0)
     page = slot // PAGE
     if FP8_PAGES:
         unit = tl.load(k_scale + page * kv_heads + head)
@@ -98,7 +104,8 @@ def _write_kernel(
         b_r2 = tl.clamp(b_r2 / unit, -_FP8_MAX, _FP8_MAX)
         b_v = b_v.to(tl.float32) / tl.load(v_scale + page * kv_heads + head)
         b_v = tl.clamp(b_v, -_FP8_MAX, _FP8_MAX)
-    at = page * page_stride + slot % PAGE * slot_stride + head.to(tl.int64) * kv_head_stride
+    at = layer * layer_stride + page * page_stride
+    at += slot % PAGE * slot_stride + head.to(tl.int64) * kv_head_stride
     ELEMENT: tl.constexpr = k_pool.dtype.element_ty
     tl.store(k_pool + at + o_1, b_r1.to(ELEMENT), mask=m_pair)
     tl.store(k_pool + at + o_2, b_r2.to(ELEMENT), mask=m_pair)
@@ -140,31 +147,87 @@ def write_step(
     Raises:
         ValueError: names what a launch cannot do.
     """
-    tokens, kv_heads, dim = k.shape
-    if v.shape != k.shape or k.stride(2) != 1 or v.stride(2) != 1:
+    if q is not None:
+        tokens, kv_heads, dim = k.shape
+        if q.shape[0] != tokens or q.shape[2] != dim or q.shape[1] % kv_heads or q.stride(2) != 1:
+            raise ValueError(f"q of shape {tuple(q.shape)} does not go with k of {tuple(k.shape)}")
+    return _launch(
+        k_pool[None],
+        v_pool[None],
+        k[None],
+        v[None],
+        slots,
+        positions,
+        rotary,
+        angles,
+        page_size,
+        q=q,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+def write_layers(
+    k_pool: Tensor,
+    v_pool: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rotary: Rotary,
+    angles: AngleTable,
+    page_size: int,
+) -> None:
+    """As `write_step`, of several layers in one launch and without queries.
+
+    Args:
+        k_pool, v_pool: [layers, slots, kv_heads, head_dim] or
+            [layers, pages, kv_heads, page_size, head_dim], not fp8.
+        k, v: [layers, tokens, kv_heads, head_dim]; ``k`` is raw (not rotated).
+        slots, positions, page_size: see `write_step`.
+        rotary, angles: of every layer.
+
+    Raises:
+        ValueError: names what a launch cannot do.
+    """
+    _launch(k_pool, v_pool, k, v, slots, positions, rotary, angles, page_size)
+
+
+def _launch(
+    k_pool: Tensor,
+    v_pool: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rotary: Rotary,
+    angles: AngleTable,
+    page_size: int,
+    *,
+    q: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor | None:
+    layers, tokens, kv_heads, dim = k.shape
+    if v.shape != k.shape or k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError(f"k and v must be one shape with dense heads: {k.shape} and {v.shape}")
     if k_pool.stride() != v_pool.stride() or k_pool.stride(-1) != 1:
         raise ValueError("the pools of K and V must have the same strides and dense heads")
-    group = 0
-    turned = None
-    if q is not None:
-        if q.shape[0] != tokens or q.shape[2] != dim or q.shape[1] % kv_heads or q.stride(2) != 1:
-            raise ValueError(f"q of shape {tuple(q.shape)} does not go with k of {tuple(k.shape)}")
-        group = q.shape[1] // kv_heads
-        turned = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     fp8 = k_pool.dtype == FP8
     if fp8 and (k_scale is None or v_scale is None):
         raise ValueError("pages in fp8 need k_scale and v_scale")
-    if k_pool.dim() == 3:
-        slot, head, _ = k_pool.stride()
+    if k_pool.dim() == 4:
+        layer, slot, head, _ = k_pool.stride()
         page = page_size * slot
     else:
-        page, head, slot, _ = k_pool.stride()
+        layer, page, head, slot, _ = k_pool.stride()
+    group = 0 if q is None else q.shape[1] // kv_heads
+    turned = None if q is None else torch.empty(q.shape, dtype=torch.float32, device=q.device)
     if not tokens:
         return turned
     nothing = angles.rows
-    raw = k if q is None else q
-    _write_kernel[(tokens * kv_heads,)](
+    raw = k[0] if q is None else q
+    _write_kernel[(tokens * kv_heads, layers)](
         k_pool,
         v_pool,
         nothing if k_scale is None else k_scale,
@@ -178,10 +241,13 @@ def write_step(
         angles.rows,
         k.stride(0),
         k.stride(1),
+        k.stride(2),
         v.stride(0),
         v.stride(1),
+        v.stride(2),
         raw.stride(0),
         raw.stride(1),
+        layer,
         page,
         slot,
         head,

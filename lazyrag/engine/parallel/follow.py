@@ -9,9 +9,10 @@ import torch
 
 from lazyrag.engine.attention import PagedAttention, paged_attention
 from lazyrag.engine.encode import Encoder
+from lazyrag.engine.fill import PageFiller
 from lazyrag.engine.forward import Forward, NextTokens, packed_forward
 from lazyrag.engine.mass import measure
-from lazyrag.engine.parallel.lead import write_heads
+from lazyrag.engine.parallel.lead import fill_heads
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.sequence import PagedSequence, SeenNode
 from lazyrag.model.load import LoadedModel
@@ -46,6 +47,7 @@ class _Here:
 
     model: LoadedModel
     pool: PagePool
+    filler: PageFiller
     encoder: Encoder
     attention: PagedAttention
     forward: Forward
@@ -60,9 +62,10 @@ def _open(model: LoadedModel, message: Message) -> _Here:
         dtype=model.dtype,
         device=model.device,
     )
+    filler = PageFiller(pool, model.geometry)
     encoder = Encoder(model, tuple(message["sink"]), getattr(torch, message["kv_dtype"]))
     attention = paged_attention(pool, model.geometry)
-    return _Here(model, pool, encoder, attention, packed_forward(model, attention))
+    return _Here(model, pool, filler, encoder, attention, packed_forward(model, attention))
 
 
 def _launch(here: _Here, message: Message) -> None:
@@ -98,15 +101,15 @@ def _encode(here: _Here, message: Message) -> None:
         ranks.gather_heads(kv)
 
 
-def _write(here: _Here, message: Message) -> None:
-    write_heads(here.model, here.pool, None, message)
+def _fill(here: _Here, message: Message) -> None:
+    fill_heads(here.model, here.filler, None, message)
 
 
 _DO: dict[str, Callable[[_Here, Message], None]] = {
     "launch": _launch,
     "look": _look,
     "encode": _encode,
-    "write": _write,
+    "fill": _fill,
 }
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lazyrag.engine.attention import PagedAttention
 from lazyrag.engine.encode import Encoder
+from lazyrag.engine.fill import PageFiller
 from lazyrag.engine.forward import Forward, Launched, NextTokens
 from lazyrag.engine.mass import measure
-from lazyrag.engine.nodes import write_node_kv
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.sequence import PagedSequence
 from lazyrag.model.load import LoadedModel
@@ -101,6 +101,7 @@ class Leader:
     ) -> None:
         assert model.ranks is not None, "the model is shared"
         self._model, self._ranks, self._pool = model, model.ranks, pool
+        self._filler = PageFiller(pool, model.geometry)
         message = {
             "do": "open",
             "pages": pool.total_pages,
@@ -115,17 +116,17 @@ class Leader:
         """Passes of all ranks, ``inner`` being that of this one."""
         return LeadingForward(self._ranks, inner)
 
-    def write(self, k: Tensor, v: Tensor, pages: Pages, first: int) -> None:
-        """See `write_node_kv`; of all heads, each rank gets its own."""
+    def fill(self, k: Tensor, v: Tensor, pages: Pages, first: int) -> None:
+        """See `PageFiller.fill`; of all heads, each rank gets its own."""
         message = {
-            "do": "write",
+            "do": "fill",
             "pages": list(pages),
             "tokens": k.shape[1],
             "dtype": dtype_name(k.dtype),
             "first": first,
         }
         with self._ranks.together(message):
-            write_heads(self._model, self._pool, torch.stack((k, v)), message)
+            fill_heads(self._model, self._filler, torch.stack((k, v)), message)
 
     def look(
         self,
@@ -159,19 +160,19 @@ def describe(sequence: PagedSequence) -> Message:
     }
 
 
-def write_heads(model: LoadedModel, pool: PagePool, kv: Tensor | None, message: Message) -> None:
-    """The part of every rank in `Leader.write`.
+def fill_heads(model: LoadedModel, filler: PageFiller, kv: Tensor | None, message: Message) -> None:
+    """The part of every rank in `Leader.fill`.
 
     Args:
-        model, pool: of this rank.
+        model, filler: of this rank.
         kv: raw K and V [2, layers, tokens, all heads, head_dim] on rank 0; None on the others.
-        message: what `Leader.write` says.
+        message: what `Leader.fill` says.
     """
     assert model.ranks is not None, "the model is shared"
     here = model.geometry
     shape = (2, len(here.layers), message["tokens"], here.kv_heads, here.head_dim)
     k, v = model.ranks.scatter_heads(kv, shape, getattr(torch, message["dtype"]))
-    write_node_kv(pool, here, k, v, tuple(message["pages"]), message["first"])
+    filler.fill(k, v, tuple(message["pages"]), message["first"])
 
 
 def dtype_name(dtype: torch.dtype) -> str:
