@@ -32,6 +32,7 @@ from lazyrag.prompt.segments import LiveRun, NodeRun
 from lazyrag.quality import choice
 from lazyrag.quality.choice import Head
 from lazyrag.quality.scale import PLAIN
+from lazyrag.quality.words import WordRanking
 
 GROUP = {"cpu": 1, "cuda": 12}
 """Examples that share forward passes, by type of device."""
@@ -74,6 +75,7 @@ class QualityBench:
         self._filler = PageFiller(self._pool, model.geometry)
         self._plain = Passes(model, self._pool)
         self._scaled = Passes(model, self._pool, scaled=True)
+        self._words = WordRanking(model.tokenizer)
         self._encoders: dict[tuple[int, ...], Encoder] = {}
         self._batch = ENCODED_TOKENS["cpu" if model.device.type == "cpu" else "cuda"]
 
@@ -149,11 +151,13 @@ class QualityBench:
             order = list(range(len(example.texts)))
             retrieved = bm25_ranking(example.question, example.texts)
             attended = choice.by_heads(mass, self._heads)
+            told = self._words.rank(case.runs)
             shuffled = random.Random(example.seed).sample(order, len(order))
             case.rankings = {
                 Chooser.RETRIEVER: retrieved,
                 Chooser.ATTENTION: attended,
-                Chooser.BOTH: choice.together(retrieved, attended),
+                Chooser.WORDS: order if told is None else told,
+                Chooser.BOTH: attended if told is None else choice.together(told, attended),
                 Chooser.RANDOM: shuffled,
                 Chooser.GOLD: sorted(
                     order, key=lambda node: (node not in example.gold, retrieved.index(node))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lazyrag.errors import RequestError
-
-K1, B = 1.2, 0.75
-"""Of BM25, the usual values (Robertson and Zaragoza 2009)."""
+from lazyrag.quality.words import by_words, words
 
 
 class Half(StrEnum):
@@ -113,20 +109,6 @@ def _example(name: str, line: str, where: str) -> Example:
 
 def bm25_ranking(question: str, texts: Sequence[str]) -> list[int]:
     """Numbers of the texts, the best match first; document frequencies are those of ``texts``."""
-    documents = [Counter(words(text)) for text in texts]
-    lengths = [sum(counts.values()) for counts in documents]
-    mean = sum(lengths) / len(lengths) or 1.0
-    scores = [0.0] * len(texts)
-    for word in set(words(question)):
-        having = sum(word in counts for counts in documents)
-        rarity = math.log(1 + (len(texts) - having + 0.5) / (having + 0.5))
-        for number, counts in enumerate(documents):
-            often = counts[word]
-            damped = often + K1 * (1 - B + B * lengths[number] / mean)
-            scores[number] += rarity * often * (K1 + 1) / damped
-    return sorted(range(len(texts)), key=lambda number: (-scores[number], number))
-
-
-def words(text: str) -> list[str]:
-    """The words of a text, case folded."""
-    return re.findall(r"\w+", text.casefold())
+    asked = dict.fromkeys(words(question), 1.0)
+    found = by_words(asked, [Counter(words(text)) for text in texts])
+    return list(range(len(texts))) if found is None else found

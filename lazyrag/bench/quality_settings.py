@@ -20,9 +20,12 @@ class Chooser(StrEnum):
 
     NOBODY = "-"
     ATTENTION = "attention"
-    RETRIEVER = "retriever"
+    WORDS = "words"
+    """Those of the prompt (`lazyrag.quality.words.WordRanking`)."""
     BOTH = "both"
-    """The two rankings as one (`lazyrag.quality.choice.together`)."""
+    """The two rankings as one (`lazyrag.quality.choice.together`): what the engine does."""
+    RETRIEVER = "retriever"
+    """BM25 of the question."""
     RANDOM = "random"
     GOLD = "gold"
     """The documents said to hold the answer, then the retriever's: a bound, not a method."""
@@ -105,7 +108,7 @@ def anew(
         limit=limit,
         last=last,
         best_last=best_last,
-        tunable=chooser in (Chooser.ATTENTION, Chooser.RETRIEVER, Chooser.BOTH),
+        tunable=chooser in (Chooser.ATTENTION, Chooser.WORDS, Chooser.BOTH),
     )
 
 
@@ -145,7 +148,7 @@ def scaled(setting: Setting, temperature: float, lse_scale: float) -> Setting:
 
 
 _SCALES = ((0.9, 0.9), (0.8, 0.8), (0.9, 1.0), (1.0, 0.9))
-_ATTENTION, _RETRIEVER, _BOTH = Chooser.ATTENTION, Chooser.RETRIEVER, Chooser.BOTH
+_ATTENTION, _WORDS, _BOTH = Chooser.ATTENTION, Chooser.WORDS, Chooser.BOTH
 
 
 def _together(setting: Setting) -> Setting:
@@ -153,8 +156,8 @@ def _together(setting: Setting) -> Setting:
     return moved(setting, Offsets.ONE_START)
 
 
-BALANCED = _together(anew(_ATTENTION, limit=0.25, best_last=True))
-BEST = anew(_ATTENTION, limit=0.4, best_last=True)
+BALANCED = _together(anew(_BOTH, limit=0.25, best_last=True))
+BEST = anew(_BOTH, limit=0.4, best_last=True)
 
 SHORT: tuple[Setting, ...] = (
     NO_DOCUMENTS,
@@ -164,7 +167,10 @@ SHORT: tuple[Setting, ...] = (
     _together(FAST),
     BALANCED,
     BEST,
-    _together(anew(_RETRIEVER, limit=0.25, best_last=True)),
+    *(
+        _together(anew(chooser, limit=0.25, best_last=True))
+        for chooser in (_ATTENTION, _WORDS, Chooser.RETRIEVER)
+    ),
     _together(anew(Chooser.RANDOM, limit=0.25)),
     *controls(BALANCED),
 )
@@ -180,12 +186,13 @@ EVERYTHING: tuple[Setting, ...] = (
     *(scaled(_together(FAST), *scale) for scale in _SCALES[:2]),
     *(anew(_ATTENTION, count) for count in (1, 2, 3)),
     *(anew(_ATTENTION, count, last=False) for count in (1, 2)),
-    anew(_ATTENTION, limit=0.25, best_last=True),
+    *(anew(chooser, limit=0.25, best_last=True) for chooser in (_ATTENTION, _BOTH)),
     behind(BALANCED, DOCUMENTS),
-    _together(anew(_ATTENTION, limit=0.4, best_last=True)),
-    *(_together(anew(_ATTENTION, count, best_last=True)) for count in (1, 2, 3)),
-    _together(anew(_BOTH, limit=0.25, best_last=True)),
-    _together(anew(_RETRIEVER, 1)),
+    _together(BEST),
+    anew(_ATTENTION, limit=0.4, best_last=True),
+    *(_together(anew(_ATTENTION, count, best_last=True)) for count in (1, 2)),
+    *(_together(anew(_WORDS, count, best_last=True)) for count in (1, 2)),
+    *(_together(anew(_BOTH, count, best_last=True)) for count in (1, 2, 3)),
     *(anew(Chooser.GOLD, count) for count in (1, 2)),
     scaled(BALANCED, 0.9, 0.9),
     *controls(_together(anew(_ATTENTION, 1)))[:2],

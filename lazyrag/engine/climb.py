@@ -11,19 +11,20 @@ from lazyrag.engine.attention import MAX_ROWS
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.segments import PlacedPrompt, Run, place
 from lazyrag.quality.calibration import Calibration, recall, recall_scales
-from lazyrag.quality.choice import Head, by_heads
+from lazyrag.quality.choice import Head, by_heads, together
 from lazyrag.quality.ladder import RUNGS, Climbed, Rung, climb
 from lazyrag.quality.moves import Offsets
 from lazyrag.quality.scale import PLAIN, Scale
+from lazyrag.quality.words import WordRanking
 from lazyrag.types import Quality
 
 NOT_CALIBRATED = (
-    "This checkpoint is not calibrated: the nodes to compute anew are the first ones of the "
-    "prompt, not those the question needs most. Run `lazyrag calibrate` once (seconds)."
+    "This checkpoint is not calibrated: the nodes to compute anew are chosen by their words, not "
+    "also by the question's attention. Run `lazyrag calibrate` once (seconds)."
 )
 NO_ROOM_TO_LOOK = (
-    "The pool had no room to look which nodes the question needs most: the first ones of the "
-    "prompt were computed anew."
+    "The pool had no room to look which nodes the question attends to: those to compute anew were "
+    "chosen by their words."
 )
 
 
@@ -36,8 +37,10 @@ class Climb:
         prompt: the same, placed.
         rung: how far to go.
         control_ids: of the tokenizer.
-        heads: whose attention to the nodes has to be seen first; none = ``ranking`` is known.
-        ranking: node numbers, the most wanted first, as long as nothing better is known.
+        ranking: node numbers, the most wanted first, as far as it can be told without a look: by
+            their words, in the order of the prompt if these tell nothing.
+        told: whether they tell something.
+        heads: whose attention to the nodes has to be seen first; none = ``ranking`` is all.
         looked: tokens that seeing it takes, times the share of layers that are run.
         warnings: what the user should know.
     """
@@ -47,6 +50,7 @@ class Climb:
     rung: Rung
     control_ids: Collection[int]
     ranking: Sequence[int]
+    told: bool = False
     heads: Sequence[Head] = ()
     looked: float = 0.0
     warnings: Sequence[str] = ()
@@ -66,7 +70,8 @@ class Climb:
         if self.heads and masses is None:
             warnings = (*warnings, NO_ROOM_TO_LOOK)
         elif masses is not None:
-            ranking, looked = by_heads(masses, self.heads), self.looked
+            attended, looked = by_heads(masses, self.heads), self.looked
+            ranking = together(ranking, attended) if self.told else attended
         return climb(self.runs, self.rung, ranking, self.control_ids, looked), warnings
 
 
@@ -83,6 +88,7 @@ class Ladder:
 
     def __init__(self, model: LoadedModel, encoding: bytes) -> None:
         self._model = model
+        self._words = WordRanking(model.tokenizer)
         self._calibration: Calibration | None = None
         shared = model.ranks is not None  # the others know of no scale
         self.scales: Mapping[Quality, Scale] = {} if shared else recall_scales(model, encoding)
@@ -116,9 +122,10 @@ class Ladder:
         geometry = self._model.geometry
         if any(layer.window is not None for layer in geometry.layers):
             rung = replace(rung, offsets=Offsets.IN_LINE)  # a window must not lose sight of nodes
-        made = Climb(
-            runs, prompt, rung, self._model.tokenizer.control_ids, range(len(prompt.nodes))
-        )
+        told = self._words.rank(runs)
+        ranking = range(len(prompt.nodes)) if told is None else told
+        control_ids = self._model.tokenizer.control_ids
+        made = Climb(runs, prompt, rung, control_ids, ranking, told is not None)
         calibration = self.calibration
         if calibration is None:
             return replace(made, warnings=(NOT_CALIBRATED,))
