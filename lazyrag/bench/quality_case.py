@@ -106,7 +106,7 @@ class Case:
         if nodes != len(example.texts):
             raise RequestError(f"{example.set} {example.id}: {nodes} of its documents were found.")
         answers = [tokenizer.encode_text(answer) for answer in example.answers]
-        case = cls(example, runs, bare, moves.groups(runs, tokenizer.control_ids), answers, looking)
+        case = cls(example, runs, bare, moves.groups(runs, tokenizer), answers, looking)
         room = model.geometry.max_positions - max(new_tokens, *map(len, answers))
         if case.full_tokens > room:
             raise RequestError(

@@ -156,7 +156,7 @@ def _together(setting: Setting) -> Setting:
     return moved(setting, Offsets.ONE_START)
 
 
-BALANCED = _together(anew(_BOTH, limit=0.25, best_last=True))
+BALANCED = anew(_BOTH, limit=0.25, best_last=True)
 BEST = anew(_BOTH, limit=0.4, best_last=True)
 
 SHORT: tuple[Setting, ...] = (
@@ -168,10 +168,12 @@ SHORT: tuple[Setting, ...] = (
     BALANCED,
     BEST,
     *(
-        _together(anew(chooser, limit=0.25, best_last=True))
+        anew(chooser, limit=0.25, best_last=True)
         for chooser in (_ATTENTION, _WORDS, Chooser.RETRIEVER)
     ),
-    _together(anew(Chooser.RANDOM, limit=0.25)),
+    anew(Chooser.RANDOM, limit=0.25),
+    _together(BALANCED),
+    _together(BEST),
     *controls(BALANCED),
 )
 """The ladder and its controls."""
@@ -186,9 +188,8 @@ EVERYTHING: tuple[Setting, ...] = (
     *(scaled(_together(FAST), *scale) for scale in _SCALES[:2]),
     *(anew(_ATTENTION, count) for count in (1, 2, 3)),
     *(anew(_ATTENTION, count, last=False) for count in (1, 2)),
-    *(anew(chooser, limit=0.25, best_last=True) for chooser in (_ATTENTION, _BOTH)),
+    *(_together(anew(one, limit=0.25, best_last=True)) for one in (_ATTENTION, _WORDS)),
     behind(BALANCED, DOCUMENTS),
-    _together(BEST),
     anew(_ATTENTION, limit=0.4, best_last=True),
     *(_together(anew(_ATTENTION, count, best_last=True)) for count in (1, 2)),
     *(_together(anew(_WORDS, count, best_last=True)) for count in (1, 2)),

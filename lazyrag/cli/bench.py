@@ -311,7 +311,7 @@ def quality(
     """Compare answers over reused passages with full attention, and what either costs.
 
     Gold answers are scored, texts are written greedily. The checkpoint is calibrated first, on the
-    documents of the files, unless it is already; with --all in any case, with scales.
+    documents of the files, unless it is already.
     """
     from lazyrag.bench import quality as bench
     from lazyrag.bench import quality_report as report
@@ -335,12 +335,8 @@ def quality(
     settings = EVERYTHING if everything else SHORT
     with Engine(loaded) as engine:
         texts = texts[:: max(1, len(texts) // CALIBRATION_TEXTS)]
-        if everything:
-            found = engine.calibrate(texts, scales=True)
-            settings = with_scales(settings, engine.scales)
-            say(f"Scales of attention to reused nodes: {dict(engine.scales) or 'none helps'}")
-        else:
-            found = engine.calibration or engine.calibrate(texts)
+        found = engine.calibration or engine.calibrate(texts)
+        settings = with_scales(settings, engine.scales)
     writer = None if rows is None else RowWriter(rows)
 
     def done(made: Sequence[Row], examples_done: int) -> None:

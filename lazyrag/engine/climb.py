@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from lazyrag.prompt.segments import PlacedPrompt, Run, place
 from lazyrag.quality.calibration import Calibration, recall, recall_scales
 from lazyrag.quality.choice import Head, by_heads, together
 from lazyrag.quality.ladder import RUNGS, Climbed, Rung, climb
-from lazyrag.quality.moves import Offsets
+from lazyrag.quality.moves import Offsets, Spelling
 from lazyrag.quality.scale import PLAIN, Scale
 from lazyrag.quality.words import WordRanking
 from lazyrag.types import Quality
@@ -36,7 +36,7 @@ class Climb:
         runs: of the prompt as given; the last one is live.
         prompt: the same, placed.
         rung: how far to go.
-        control_ids: of the tokenizer.
+        spelling: of ids.
         ranking: node numbers, the most wanted first, as far as it can be told without a look: by
             their words, in the order of the prompt if these tell nothing.
         told: whether they tell something.
@@ -48,7 +48,7 @@ class Climb:
     runs: Sequence[Run]
     prompt: PlacedPrompt
     rung: Rung
-    control_ids: Collection[int]
+    spelling: Spelling
     ranking: Sequence[int]
     told: bool = False
     heads: Sequence[Head] = ()
@@ -72,7 +72,7 @@ class Climb:
         elif masses is not None:
             attended, looked = by_heads(masses, self.heads), self.looked
             ranking = together(ranking, attended) if self.told else attended
-        return climb(self.runs, self.rung, ranking, self.control_ids, looked), warnings
+        return climb(self.runs, self.rung, ranking, self.spelling, looked), warnings
 
 
 class Ladder:
@@ -124,8 +124,7 @@ class Ladder:
             rung = replace(rung, offsets=Offsets.IN_LINE)  # a window must not lose sight of nodes
         told = self._words.rank(runs)
         ranking = range(len(prompt.nodes)) if told is None else told
-        control_ids = self._model.tokenizer.control_ids
-        made = Climb(runs, prompt, rung, control_ids, ranking, told is not None)
+        made = Climb(runs, prompt, rung, self._model.tokenizer, ranking, told is not None)
         calibration = self.calibration
         if calibration is None:
             return replace(made, warnings=(NOT_CALIBRATED,))

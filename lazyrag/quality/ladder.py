@@ -77,7 +77,7 @@ def climb(
     runs: Sequence[Run],
     rung: Rung,
     ranking: Sequence[int],
-    control_ids: Collection[int],
+    spelling: moves.Spelling,
     looked: float = 0.0,
 ) -> Climbed:
     """Choose nodes, move them last within their group, and make them live text.
@@ -90,7 +90,7 @@ def climb(
         runs: of the prompt as given; its last run is live.
         rung: how far to go.
         ranking: node numbers, the most wanted first.
-        control_ids: of the tokenizer.
+        spelling: of ids, see `moves.groups`.
         looked: tokens already spent on the ranking, see `Climbed`.
     """
     nodes = [run for run in runs if isinstance(run, NodeRun)]
@@ -98,7 +98,7 @@ def climb(
     tokens = live + sum(node.used for node in nodes)
     room = rung.limit * tokens - live - looked
     anew = choice.within(ranking, [node.used for node in nodes], room)
-    found = moves.groups(runs, control_ids)
+    found = moves.groups(runs, spelling)
     order = moves.placed_last(found, anew, ascending=True)
     places = [order.index(number) for number in anew]
     moved = moves.rearranged(runs, order)

@@ -1,9 +1,10 @@
 """Other forms of a prompt: nodes in another order, computed anew, or left out.
 
 Nodes are numbered in the order in which they stand in the prompt as given. A node may change places
-only with nodes of its *group*: neighbours with the same live text between every two of them,
-without control tokens, so that a move never crosses the border of a message and each node keeps
-what introduces it. What has an explicit offset, or is used in part, stays where it is.
+only with nodes of its *group*: neighbours with the same live text between every two of them, of
+which no letter, no digit and no control token is part. So a move never crosses the border of a
+message, and whatever introduces a node or names its source keeps it. What has an explicit offset,
+or is used in part, stays where it is.
 """
 
 from __future__ import annotations
@@ -11,16 +12,30 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from typing import Protocol
 
 from lazyrag.prompt.segments import LiveRun, NodeRun, Run
 
 
-def groups(runs: Sequence[Run], control_ids: Collection[int]) -> list[range]:
+class Spelling(Protocol):
+    """What ids stand for, see `lazyrag.prompt.tokenise.PromptTokenizer`."""
+
+    @property
+    def control_ids(self) -> Collection[int]:
+        """Ids that only a chat template writes."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        ...
+
+
+def groups(runs: Sequence[Run], spelling: Spelling) -> list[range]:
     """Node numbers in groups whose members may change places; a lone node is a group of one.
 
     Args:
         runs: of the prompt.
-        control_ids: ids that only a chat template writes.
+        spelling: of its ids.
     """
     found: list[range] = []
     number = 0
@@ -37,8 +52,8 @@ def groups(runs: Sequence[Run], control_ids: Collection[int]) -> list[range]:
             and _movable(before)
             and _movable(run)
             and all(live.offset is None for live in between)
-            and not any(id in control_ids for id in ids)
             and separator in (None, ids)
+            and _says_nothing(ids, spelling)
         )
         if joins:
             found[-1] = range(found[-1].start, number + 1)
@@ -48,6 +63,12 @@ def groups(runs: Sequence[Run], control_ids: Collection[int]) -> list[range]:
             separator = None
         number, before, between = number + 1, run, []
     return found
+
+
+def _says_nothing(ids: tuple[int, ...], spelling: Spelling) -> bool:
+    if any(id in spelling.control_ids for id in ids):
+        return False
+    return not any(character.isalnum() for character in spelling.decode(ids))
 
 
 def _movable(node: NodeRun) -> bool:
@@ -140,8 +161,9 @@ class Offsets(StrEnum):
     IN_LINE = "in line"
     """Each behind what stands before it, as the text reads."""
     ONE_START = "one start"
-    """All begin where the first one does. Text behind the first node lies as if the longest were
-    first, the others behind it as the text reads: all nodes are equally far from the question."""
+    """All begin where the first one does. Text lies as if the longest node had changed places with
+    the first: all nodes are equally far from the question, and what stands behind the group lies
+    where the text has it."""
     ONE_END = "one end"
     """As `ONE_START`, but all end where the longest does."""
     NEAR = "near"
@@ -164,6 +186,7 @@ def offset(runs: Sequence[Run], found: Sequence[range], offsets: Offsets) -> lis
     made: list[Run] = []
     cursor = number = 0
     start = end = stop = 0  # of the group being placed: first position, behind the longest, number
+    first = longest = 0  # tokens of its first node; number of its longest
     for run in runs:
         if isinstance(run, LiveRun):
             made.append(LiveRun(run.ids, cursor))
@@ -171,8 +194,9 @@ def offset(runs: Sequence[Run], found: Sequence[range], offsets: Offsets) -> lis
             continue
         if number in starts:
             group = starts[number]
-            longest = max(nodes[member].used for member in group)
-            start, end, stop = cursor, cursor + longest, group.stop
+            longest = max(group, key=lambda member: nodes[member].used)
+            start, end, stop = cursor, cursor + nodes[longest].used, group.stop
+            first = run.used
             cursor = end
             lead = True
         else:
@@ -181,7 +205,7 @@ def offset(runs: Sequence[Run], found: Sequence[range], offsets: Offsets) -> lis
             where = end - run.used if offsets is Offsets.ONE_END else start
             made.append(replace(run, offset=where))
             if not lead and offsets is not Offsets.NEAR:
-                cursor += run.used
+                cursor += first if number == longest else run.used
         else:
             made.append(replace(run, offset=cursor))
             cursor += run.used
