@@ -18,7 +18,7 @@ ENOUGH_EM = 0.15
 """Below this share of full attention, EM and F1 say too little to be shown."""
 CLAIM = 0.98
 """Gain kept that may be claimed when the interval's lower end reaches it."""
-LIMITS = {"fast": 0.0, "balanced": 0.25, "best": 0.5}
+LIMITS = {"fast": 0.0, "balanced": 0.25, "best": 0.4}
 """Rungs of the ladder and the work they may take; ``fast`` computes no node anew."""
 
 SUMMARY_COLUMNS = (

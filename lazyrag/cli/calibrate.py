@@ -28,9 +28,9 @@ def calibrate(
     """Find out, from the indexed passages, how the model is served best; needs no labels.
 
     How it shows which passages a question needs: seconds, kept for these weights on this machine;
-    `lazyrag ingest` has done it already where it could. With --scales also how strongly reused
-    passages should be attended to: some minutes on a CPU, kept and served for indexes made with the
-    same settings.
+    `lazyrag ingest` has done it already if it had passages enough. With --scales also how strongly
+    reused passages should be attended to: some minutes on a CPU, kept and served for indexes made
+    with the same settings.
     """
     place = Index(index)
     settings = place.settings()

@@ -167,14 +167,13 @@ class Ingestion:
         if self._settings is None:
             self._settings = self._found(engine, embedding)
         vectors = self._vectors()
-        calibrated = engine.calibration is not None
         before = engine.store.stats().bytes
         with _progress_bar(estimate.tokens) as advance:
             for batch in _batches(plan.changed):
                 self._encode_batch(batch, plan, engine, embedding, vectors, advance)
                 outcome.read += len(batch)
-        if not calibrated and engine.calibration is not None:
-            say("Calibrated the model, once: it chooses which passages a question needs most.")
+        if engine.calibration is None:
+            _calibrate(engine)
         outcome.chunks = len(texts)
         outcome.tokens = estimate.tokens
         outcome.bytes = engine.store.stats().bytes - before
@@ -268,6 +267,15 @@ def parts_of(text: str) -> Iterator[str]:
         yield text[first:stop]
         first = stop
     yield text[first:]
+
+
+def _calibrate(engine: Engine) -> None:
+    """Once per model, as soon as there are passages to do it with; what goes wrong is no loss."""
+    say("Looking, once per model, which attention heads find the passages a question needs ...")
+    try:
+        engine.calibrate()
+    except Exception as error:
+        say(f"Not now: {error} `lazyrag calibrate` tries again; until then their words decide.")
 
 
 def _texts(changed: ChangedFile) -> list[NodeText]:

@@ -33,8 +33,8 @@ NODES = 8
 QUESTIONS = 16
 WINDOW, WORDS = 20, 6
 """Of so many neighbouring words the rarest so many are asked for."""
-LONGEST = 400
-"""Longer nodes are passed over: a prompt has to stay short."""
+LONGEST = 1100
+"""Tokens of a node: longer ones are passed over, a prompt has to stay short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ def riddles(texts: Sequence[str], count: int = QUESTIONS, seed: int = 0) -> list
     usable = [text for text in dict.fromkeys(texts) if len(_words(text)) >= 2 * WORDS]
     if len(usable) < NODES:
         raise RequestError(
-            f"{len(usable)} texts of at least {2 * WORDS} words are too few to calibrate with: "
-            f"{NODES} are needed. Ingest more documents first."
+            f"{len(usable)} texts of at least {2 * WORDS} words that are short enough are too few "
+            f"to calibrate with: {NODES} are needed. Ingest more documents, or in smaller passages."
         )
     common = Counter(word for text in usable for word in set(_words(text)))
     chooser = random.Random(seed)
@@ -101,8 +101,14 @@ def _words(text: str) -> list[str]:
 
 
 def short_enough(texts: Sequence[str], model: LoadedModel) -> list[str]:
-    """Those of at most `LONGEST` tokens."""
-    return [text for text in texts if len(model.tokenizer.encode_text(text)) <= LONGEST]
+    """Those of at most `longest` tokens."""
+    most = longest(model)
+    return [text for text in texts if len(model.tokenizer.encode_text(text)) <= most]
+
+
+def longest(model: LoadedModel) -> int:
+    """Tokens of a node that made-up questions may be about: `NODES` and more fit the window."""
+    return min(LONGEST, model.geometry.max_positions // (NODES + 2))
 
 
 def calibrate(

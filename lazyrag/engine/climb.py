@@ -13,14 +13,14 @@ from lazyrag.prompt.segments import PlacedPrompt, Run, place
 from lazyrag.quality.calibration import Calibration, recall, recall_scales
 from lazyrag.quality.choice import Head, by_heads, together
 from lazyrag.quality.ladder import RUNGS, Climbed, Rung, climb
-from lazyrag.quality.moves import Offsets, Spelling
+from lazyrag.quality.moves import Spelling
 from lazyrag.quality.scale import PLAIN, Scale
 from lazyrag.quality.words import WordRanking
 from lazyrag.types import Quality
 
-NOT_CALIBRATED = (
-    "This checkpoint is not calibrated: the nodes to compute anew are chosen by their words, not "
-    "also by the question's attention. Run `lazyrag calibrate` once (seconds)."
+NO_ROOM_TO_CLIMB = (
+    "The pool has no room for the nodes that were to be computed anew: all are reused as they "
+    "stand."
 )
 NO_ROOM_TO_LOOK = (
     "The pool had no room to look which nodes the question attends to: those to compute anew were "
@@ -42,7 +42,6 @@ class Climb:
         told: whether they tell something.
         heads: whose attention to the nodes has to be seen first; none = ``ranking`` is all.
         looked: tokens that seeing it takes, times the share of layers that are run.
-        warnings: what the user should know.
     """
 
     runs: Sequence[Run]
@@ -53,7 +52,6 @@ class Climb:
     told: bool = False
     heads: Sequence[Head] = ()
     looked: float = 0.0
-    warnings: Sequence[str] = ()
 
     @property
     def layers(self) -> frozenset[int]:
@@ -66,10 +64,9 @@ class Climb:
         Args:
             masses: of ``layers``, see `lazyrag.engine.mass.MassStep`; None = nothing was seen.
         """
-        ranking, looked, warnings = self.ranking, 0.0, self.warnings
-        if self.heads and masses is None:
-            warnings = (*warnings, NO_ROOM_TO_LOOK)
-        elif masses is not None:
+        ranking, looked = self.ranking, 0.0
+        warnings = (NO_ROOM_TO_LOOK,) if self.heads and masses is None else ()
+        if masses is not None:
             attended, looked = by_heads(masses, self.heads), self.looked
             ranking = together(ranking, attended) if self.told else attended
         return climb(self.runs, self.rung, ranking, self.spelling, looked), warnings
@@ -119,20 +116,15 @@ class Ladder:
         prompt = place(list(runs))
         if rung is None or not prompt.nodes:
             return None
-        geometry = self._model.geometry
-        if any(layer.window is not None for layer in geometry.layers):
-            rung = replace(rung, offsets=Offsets.IN_LINE)  # a window must not lose sight of nodes
         told = self._words.rank(runs)
         ranking = range(len(prompt.nodes)) if told is None else told
         made = Climb(runs, prompt, rung, self._model.tokenizer, ranking, told is not None)
         calibration = self.calibration
-        if calibration is None:
-            return replace(made, warnings=(NOT_CALIBRATED,))
         live = len(prompt.live_ids)
-        if len(prompt.nodes) < 2 or live > MAX_ROWS:
+        if calibration is None or len(prompt.nodes) < 2 or live > MAX_ROWS:
             return made
         last = max(head.layer for head in calibration.heads)
-        looked = live * (last + 1) / len(geometry.layers)
+        looked = live * (last + 1) / len(self._model.geometry.layers)
         if all(node.run.used > rung.limit * prompt.tokens - live - looked for node in prompt.nodes):
             return replace(made, ranking=())  # whatever were seen, nothing can be chosen
         return replace(made, heads=calibration.heads, looked=looked)

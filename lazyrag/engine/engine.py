@@ -400,7 +400,7 @@ class Engine:
         A text is registered for the reference of its `NodeText`, in addition to those it has; a
         text that was ever registered without one is kept for good. Texts are read as a stream and
         memory stays bounded. Interrupted, it leaves complete nodes only; the same call again does
-        the rest. Once per model it ends with `calibrate`, which takes seconds.
+        the rest.
 
         Args:
             texts: in the exact form in which they will reach the model.
@@ -421,7 +421,6 @@ class Engine:
         else:
             with token_bar("encoding") as bar:
                 keys = self._ingestor.precompute(texts, bar)
-        self._calibrate_once()
         return keys
 
     def register(self, texts: Iterable[str | NodeText]) -> int:
@@ -514,9 +513,8 @@ class Engine:
     ) -> Calibration:
         """Find out how this checkpoint shows which nodes a question needs; kept for these weights.
 
-        `Quality.BALANCED` and `Quality.BEST` choose nodes by it. The first `precompute` that leaves
-        enough nodes does it by itself. Takes seconds and needs no labels; requests are answered
-        meanwhile.
+        `Quality.BALANCED` and `Quality.BEST` choose nodes by it, beside the words they share with
+        the question. Takes seconds and needs no labels; requests are answered meanwhile.
 
         Args:
             texts: of nodes, computed and stored if they are not yet; None = some of the ingested.
@@ -527,6 +525,7 @@ class Engine:
 
         Raises:
             RequestError: too few texts, or nodes of them that do not fit the pool.
+            ModelError: it cannot be kept; this engine has it all the same.
         """
         self._check_open()
         chosen = self._library.some_texts(CALIBRATION_TEXTS) if texts is None else list(texts)
@@ -535,8 +534,8 @@ class Engine:
                 "scales are found without tensor_parallel: calibrate in a program of one process."
             )
         found = calibrate(self._model, chosen, self._see, progress=progress)
-        remember(self._model, found)
         self._ladder.calibration = found
+        remember(self._model, found)
         if scales:
             self._calibrate_scales(chosen, progress)
         return found
@@ -567,16 +566,6 @@ class Engine:
         On a GPU those found by this engine itself are served by the next one.
         """
         return recall_scales(self._model, self.encoding.digest)
-
-    def _calibrate_once(self) -> None:
-        """After an ingestion: calibrate unless it is done, or there is not enough to do it with."""
-        if self._ladder.calibration is not None:
-            return
-        texts = short_enough(self._library.some_texts(CALIBRATION_TEXTS), self._model)
-        with suppress(RequestError):  # too few yet, or a pool that holds no prompt of some nodes
-            riddles(texts)
-            logger.info("looking which attention heads of the model choose nodes, once: seconds")
-            self.calibrate(texts)
 
     def _see(self, segments: Sequence[Segment]) -> Mapping[int, Tensor]:
         """How much the last rows of a prompt attend to its nodes, in every layer."""
@@ -725,7 +714,7 @@ class Engine:
             return request
         if climb.heads:
             return replace(request, climb=climb)
-        return request.climbed(*climb.reach())
+        return self._runner.climbed(request, climb)
 
     def _check_open(self) -> None:
         if self._closed:

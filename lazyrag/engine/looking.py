@@ -111,10 +111,9 @@ class Climbing(Looking):
         Task.conclude(self, outcome)
 
     def _go_on(self, seen: Looked) -> None:
-        climbed = self._given.climbed(*self._climb.reach(seen.masses))
+        climbed = self._runner.climbed(self._given, self._climb, seen.masses)
         look_s = time.perf_counter() - self._submitted
         following = self._follow(replace(climbed, look_s=look_s, origins=seen.origins))
-        self._runner.check_fits(following.request)  # a node that stands twice takes more room
         following.arrival = self.arrival
         self._following = following  # from here on cancelling reaches it
         following.cancelled = self._cancelled

@@ -7,7 +7,7 @@ ProphetKV and QCFuse choose tokens to recompute so).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from lazyrag.engine.attention import PagedAttention
 from lazyrag.engine.forward import run
 from lazyrag.engine.pool import PagePool
-from lazyrag.engine.sequence import PagedSequence
+from lazyrag.engine.sequence import PagedSequence, SeenNode
 from lazyrag.errors import LazyRagError
 from lazyrag.model import seam
 from lazyrag.model.geometry import Geometry
@@ -26,6 +26,8 @@ from lazyrag.model.ranks import Ranks
 
 Rows = tuple[PagedSequence, Sequence[int], Sequence[int]]
 """The next tokens of a sequence and their positions."""
+KEYS = 8192
+"""Of nodes that are measured at once, their padding included, unless one node alone has more."""
 QUESTION_ROWS = 256
 """Rows behind the last node that are looked at, at most; the last ones."""
 
@@ -79,7 +81,7 @@ class MassStep:
         """See `lazyrag.model.seam.AttentionStep`; one packed sequence."""
         if layer in self._layers:
             for view, masses in zip(self._views, self.masses, strict=True):
-                if view.lengths:
+                if view.parts:
                     mass = self._mass(layer, view, q[0], k[0])
                     whole = mass if self._ranks is None else self._ranks.all_heads(mass)
                     masses[layer] = whole.cpu()
@@ -103,15 +105,19 @@ class MassStep:
             turned = turned.unflatten(1, (self._geometry.kv_heads, group))
             return torch.einsum("phgrd,pkhd->phgrk", turned, keys.float()).flatten(1, 2)
 
-        keys = self._pool.k[layer][view.slots.to(device)]  # [nodes, longest, kv_heads, head_dim]
-        keys = keys.masked_fill(view.padding.to(device)[:, :, None, None], 0.0)
-        nodes = scores(view.offsets.to(device), keys)  # [nodes, q_heads, rows, longest]
-        hidden = view.padding.to(device)[:, None, None, :]
-        if spec.window is not None:
-            where = view.offsets[:, None] + torch.arange(view.padding.shape[1])
-            far = positions[None, :, None] - where.to(device)[:, None, :] >= spec.window
-            hidden = hidden | far[:, None]
-        nodes = nodes.masked_fill(hidden, float("-inf")).logsumexp(dim=-1)  # [nodes, heads, rows]
+        def lse(part: _Nodes) -> Tensor:
+            """fp32 [nodes, q_heads, rows]: log-sum-exp of the scores of each node's keys."""
+            keys = self._pool.k[layer][part.slots.to(device)]  # [nodes, longest, kv_heads, dim]
+            keys = keys.masked_fill(part.padding.to(device)[:, :, None, None], 0.0)
+            found = scores(part.offsets.to(device), keys)  # [nodes, q_heads, rows, longest]
+            hidden = part.padding.to(device)[:, None, None, :]
+            if spec.window is not None:
+                where = part.offsets[:, None] + torch.arange(part.padding.shape[1])
+                far = positions[None, :, None] - where.to(device)[:, None, :] >= spec.window
+                hidden = hidden | far[:, None]
+            return found.masked_fill(hidden, float("-inf")).logsumexp(dim=-1)
+
+        nodes = torch.cat([lse(part) for part in view.parts])
 
         cos, sin = cos_sin(spec.rotary, view.positions.to(device))
         live = k[:, view.first : view.first + view.positions.numel()].transpose(0, 1)
@@ -173,10 +179,30 @@ class _View:
         self.first = first
         self.rows = torch.arange(max(behind, live - QUESTION_ROWS), live)
         self.positions = torch.tensor(positions)
+        self.parts = [_Nodes([nodes[n] for n in part], pool) for part in _parts(nodes)]
+
+
+class _Nodes:
+    """Some nodes side by side, padded to the longest of them."""
+
+    def __init__(self, nodes: Sequence[SeenNode], pool: PagePool) -> None:
         self.offsets = torch.tensor([node.offset for node in nodes], dtype=torch.int64)
-        self.lengths = [node.length for node in nodes]
-        longest = max(self.lengths, default=0)
-        self.padding = torch.arange(longest)[None] >= torch.tensor(self.lengths)[:, None]
-        self.slots = torch.zeros(len(nodes), longest, dtype=torch.int64)
+        lengths = torch.tensor([node.length for node in nodes])
+        self.padding = torch.arange(int(lengths.max()))[None] >= lengths[:, None]
+        self.slots = torch.zeros(self.padding.shape, dtype=torch.int64)
         for row, node in zip(self.slots, nodes, strict=True):
             row[: node.length] = pool.slots(node.pages, 0, node.length)
+
+
+def _parts(nodes: Sequence[SeenNode]) -> Iterator[list[int]]:
+    """Numbers in order, in parts of at most `KEYS` keys with their padding (or one node)."""
+    part: list[int] = []
+    longest = 0
+    for number, node in enumerate(nodes):
+        if part and max(longest, node.length) * (len(part) + 1) > KEYS:
+            yield part
+            part, longest = [], 0
+        part.append(number)
+        longest = max(longest, node.length)
+    if part:
+        yield part

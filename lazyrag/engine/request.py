@@ -103,10 +103,7 @@ class Request:
         )
 
     def climbed(self, climbed: Climbed, warnings: Sequence[str] = ()) -> Request:
-        """The request over its prompt as a rung of the ladder has it.
-
-        No token is further from the first one than before, so that it fits as it did.
-        """
+        """The request over its prompt as a rung of the ladder has it: as long, so that it fits."""
         standing = list(climbed.nodes)
         for one in self.known[len(standing) :]:  # one token, the last of the prompt
             standing.append(replace(one, given=len(standing)))
@@ -185,18 +182,17 @@ class Request:
         for one in self.known:
             run = one.run
             origin = found.get(run.key, Origin(Tier.NONE, 0, Reason.QUALITY_FULL))
+            if run.key not in counted:  # those computed anew were brought for the look
+                counted.add(run.key)
+                bytes_read[origin.tier] += origin.nbytes
+                if origin.reason is not None and origin.reason not in _LIVE:
+                    report.tokens_computed += len(run.ids)
             if not run.used:
                 origin = Origin(Tier.NONE, 0, Reason.LAST_TOKEN)
             elif one.anew:
                 origin = Origin(Tier.NONE, 0, Reason.CHOSEN)
-            first_time = run.key not in counted
-            counted.add(run.key)
-            if first_time:
-                bytes_read[origin.tier] += origin.nbytes
             if origin.reason is None:
                 report.tokens_reused += run.used
-            elif first_time and origin.reason not in _LIVE:
-                report.tokens_computed += len(run.ids)
             status = NodeStatus.REUSED if origin.reason is None else NodeStatus.RECOMPUTED
             report.nodes.append(
                 NodeReport(

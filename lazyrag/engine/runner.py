@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lazyrag.engine.attention import paged_attention
 from lazyrag.engine.choose import Choice
+from lazyrag.engine.climb import NO_ROOM_TO_CLIMB, Climb
 from lazyrag.engine.compute import NodeComputer, reason_of
 from lazyrag.engine.fetch import Fetcher
 from lazyrag.engine.forward import (
@@ -200,6 +202,23 @@ class Runner:
                 f"{pool.capacity:,}{f', {pinned:,} of them pinned' if pinned else ''}. "
                 "Retrieve fewer nodes or give the engine more pool_bytes."
             )
+
+    def climbed(
+        self, request: Request, climb: Climb, masses: Mapping[int, Tensor] | None = None
+    ) -> Request:
+        """A request on its rung, or as given where the pool cannot hold that; from any thread.
+
+        Args:
+            request: as given.
+            climb: how it gets there.
+            masses: what was seen, see `Climb.reach`.
+        """
+        made = request.climbed(*climb.reach(masses))
+        try:
+            self.check_fits(made)
+        except RequestError:  # a node that stands twice is there once more when one is live text
+            return replace(request, climb=None, warnings=(*request.warnings, NO_ROOM_TO_CLIMB))
+        return made
 
     def prefetch(self, request: Request) -> None:
         """Begin to read what the request will need; from any thread."""

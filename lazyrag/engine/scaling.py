@@ -15,7 +15,7 @@ import torch
 from lazyrag_kernels.attention import Pages
 from torch import Tensor
 
-from lazyrag.engine.calibrate import LONGEST, NODES
+from lazyrag.engine.calibrate import NODES, longest
 from lazyrag.engine.climb import Ladder
 from lazyrag.engine.encode import Encoder, length_batches
 from lazyrag.engine.fill import PageFiller
@@ -94,8 +94,9 @@ class _Bench:
 
     def __init__(self, model: LoadedModel, sink: tuple[int, ...], ladder: Ladder) -> None:
         page = page_size_on(model.device)
-        live = len(GRID) * (NODES * LONGEST // 4 + 512) + NODES * LONGEST + 512
-        nodes = 2 * NODES * (LONGEST + page)
+        most = longest(model)
+        live = len(GRID) * (NODES * most // 4 + 512) + NODES * most + 512
+        nodes = 2 * NODES * (most + page)
         self._model = model
         self._ladder = ladder
         self._pool = PagePool(

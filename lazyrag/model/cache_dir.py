@@ -48,12 +48,22 @@ class JsonCache:
         return known if isinstance(known, dict) else {}
 
     def put(self, key: str, value: Any) -> None:
-        """Add one entry; a reader sees the old file or the new one."""
+        """Add one entry; a reader sees the old file or the new one.
+
+        Raises:
+            ModelError: it cannot be written.
+        """
         text = json.dumps({**self.read(), key: value})
-        handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=".partial-")
         try:
-            with os.fdopen(handle, "w") as stream:
-                stream.write(text)
-            os.replace(name, self._path)
-        finally:
-            Path(name).unlink(missing_ok=True)
+            handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=".partial-")
+            try:
+                with os.fdopen(handle, "w") as stream:
+                    stream.write(text)
+                os.replace(name, self._path)
+            finally:
+                Path(name).unlink(missing_ok=True)
+        except OSError as error:
+            raise ModelError(
+                f"cannot write {self._path}: {error.strerror}. "
+                f"Set {ENVIRONMENT_VARIABLE} to a folder that can be written."
+            ) from error

@@ -51,7 +51,7 @@ def recall(model: LoadedModel) -> Calibration | None:
     try:
         heads = tuple(Head(int(layer), int(head)) for layer, head in kept["heads"])
         found = Calibration(heads, tuple(map(float, kept["shares"])), int(kept["questions"]))
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         return None
     there = model.geometry.all_heads
     known = all(0 <= head.layer < there.layers and 0 <= head.head < there.q_heads for head in heads)
@@ -71,6 +71,6 @@ def recall_scales(model: LoadedModel, encoding: bytes) -> dict[Quality, Scale]:
         return {}
     try:
         scales = {Quality(name): Scale(*map(float, pair)) for name, pair in kept.items()}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return {}
     return scales if all(0.1 <= one <= 10 for pair in scales.values() for one in pair) else {}

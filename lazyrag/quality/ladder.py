@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from lazyrag.prompt.segments import LiveRun, NodeRun, Run
 from lazyrag.quality import choice, moves
-from lazyrag.quality.moves import Offsets
 from lazyrag.types import Quality
 
 
@@ -18,17 +17,12 @@ class Rung:
     Attributes:
         limit: nodes are computed anew, the most wanted first, while all tokens that go through the
             model stay within this share of full attention's.
-        offsets: where the others lie.
     """
 
     limit: float
-    offsets: Offsets
 
 
-RUNGS = {
-    Quality.BALANCED: Rung(limit=0.25, offsets=Offsets.ONE_START),
-    Quality.BEST: Rung(limit=0.4, offsets=Offsets.IN_LINE),
-}
+RUNGS = {Quality.BALANCED: Rung(limit=0.25), Quality.BEST: Rung(limit=0.4)}
 """Measured in docs/quality.md. `Quality.FAST` and `Quality.FULL` leave a prompt as it is."""
 
 
@@ -82,9 +76,9 @@ def climb(
 ) -> Climbed:
     """Choose nodes, move them last within their group, and make them live text.
 
-    The prompt keeps every token; nothing but the order and the offsets of nodes of one group
-    changes (see `lazyrag.quality.moves.groups`). In prompts with explicit offsets every token keeps
-    its place.
+    The prompt keeps every token and reads on without a gap; nothing but the order of nodes of one
+    group changes (see `lazyrag.quality.moves.groups`). In prompts with explicit offsets every token
+    keeps its place.
 
     Args:
         runs: of the prompt as given; its last run is live.
@@ -103,7 +97,6 @@ def climb(
     places = [order.index(number) for number in anew]
     moved = moves.rearranged(runs, order)
     climbed = moves.computed_anew(moved, places)
-    climbed = moves.offset(climbed, moves.reused_groups(found, places), rung.offsets)
     return Climbed(
         runs=climbed,
         nodes=_standing(moved, climbed, order, places),

@@ -19,6 +19,7 @@ from lazyrag.bench.quality_plot import svg
 from lazyrag.bench.quality_rows import Row, RowWriter, read_rows
 from lazyrag.bench.quality_settings import (
     BALANCED,
+    BEST,
     EVERYTHING,
     FAST,
     FULL,
@@ -27,15 +28,14 @@ from lazyrag.bench.quality_settings import (
     Chooser,
     anew,
     controls,
-    scaled,
 )
 from lazyrag.bench.quality_statistics import Table
 from lazyrag.engine.engine import Engine
+from lazyrag.engine.report import Reason
 from lazyrag.errors import RequestError
 from lazyrag.model.load import load_model
 from lazyrag.quality.choice import Head
 from lazyrag.quality.moves import Offsets
-from lazyrag.quality.scale import Scale
 
 DATA = Path(__file__).parents[1] / "data" / "nq_open_20.jsonl"
 
@@ -271,6 +271,38 @@ def test_the_bench_measures_what_the_engine_serves(measured, tmp_path: Path):
         assert found[NO_DOCUMENTS.name].nll == pytest.approx(nll((), "fast"), abs=1e-4)
 
 
+def test_the_rungs_are_those_of_the_engine(measured, tmp_path: Path):
+    """What `balanced` and `best` choose, read and cost, of passages enough for some to fit."""
+    from lazyrag.bench.answers import SYSTEM, USER
+    from lazyrag.quality.calibration import Calibration
+
+    model, example, _ = measured
+    words = random.Random(4)
+    texts = tuple(
+        " ".join("".join(words.choices("abcdefgh", k=5)) for _ in range(words.randint(14, 24)))
+        for _ in range(36)
+    )
+    asked = replace(example, texts=texts, question=f"{texts[5][:22]}?", gold=frozenset())
+    heads = [Head(1, 0)]
+    bench = QualityBench(model, heads=heads, pool_tokens=60_000, greedy_tokens=0)
+    settings = (NO_DOCUMENTS, FULL, BALANCED, BEST)
+    found = {one.setting: one for one in bench.run([asked], settings)}
+    user = USER.format(context="\n\n".join(texts), query=asked.question)
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
+    with Engine(model, store=tmp_path) as engine:
+        engine.precompute(texts)
+        engine._ladder.calibration = Calibration(tuple(heads), (0.5,), 8)
+        for setting, quality, limit in ((BALANCED, "balanced", 0.25), (BEST, "best", 0.4)):
+            scores = [engine.score(messages, one, quality=quality) for one in asked.answers]
+            nll = min(-sum(score) / len(score) for score in scores)
+            report = engine.chat(messages, max_new_tokens=1, quality=quality).report
+            assert found[setting.name].nll == pytest.approx(nll, abs=1e-4)
+            assert any(one.reason is Reason.CHOSEN for one in report.nodes)
+            tokens = report.tokens_computed + report.live_tokens_reused + report.tokens_looked
+            assert tokens / report.prompt_tokens == pytest.approx(found[setting.name].work)
+            assert found[setting.name].work <= limit
+
+
 def test_everything_computed_anew_is_full_attention(checkpoint, measured):
     """A rung that computes all nodes anew, in place, is `full`: same NLL, no divergence."""
     model, example, _ = measured
@@ -290,10 +322,7 @@ def test_everything_computed_anew_is_full_attention(checkpoint, measured):
 def test_the_command(checkpoint, tmp_path: Path, monkeypatch, everything: bool):
     """A user's own file, a tiny model, calibrated on the way; every file it can write."""
     monkeypatch.setenv("LAZYRAG_CACHE", str(tmp_path / "cache"))
-    found = Scale(0.95, 0.95)  # in no setting yet
-    monkeypatch.setattr("lazyrag.engine.scaling.best", lambda rows: found)
-    settings = [*EVERYTHING, scaled(FAST, *found), scaled(BALANCED, *found)]
-    settings = settings if everything else list(SHORT)
+    settings = EVERYTHING if everything else SHORT
     from typer.testing import CliRunner
 
     from lazyrag.cli.main import app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -27,14 +28,13 @@ from lazyrag.model.load import load_model
 from lazyrag.prompt.read import ReadPrompt
 from lazyrag.prompt.segments import NodeRun, PlacedPrompt, end_live, place
 from lazyrag.quality.calibration import Calibration, recall
-from lazyrag.quality.choice import Head, by_heads
+from lazyrag.quality.choice import Head, by_heads, together
 from lazyrag.quality.ladder import Climbed, Rung
-from lazyrag.quality.moves import Offsets
 from lazyrag.quality.scale import PLAIN
+from lazyrag.quality.words import WordRanking
 from lazyrag.types import DEFAULT_QUALITY, Live, Node, Quality, Segment
 
 HEADS = (Head(1, 2), Head(0, 1))
-CALIBRATE_ONCE = Engine._calibrate_once
 ANSWER = "an answer"
 LENGTHS = (60, 75, 33, 48, 90, 70)
 
@@ -95,7 +95,7 @@ def test_a_rung_is_the_prompt_it_says(engine: Engine, quality: str):
 
 
 def test_everything_chosen_is_full_attention_in_that_order(engine: Engine, monkeypatch):
-    monkeypatch.setitem(climb_module.RUNGS, Quality.BEST, Rung(9.0, Offsets.IN_LINE))
+    monkeypatch.setitem(climb_module.RUNGS, Quality.BEST, Rung(9.0))
     nodes = climbed(engine, "best").nodes
     order = [one.given or 0 for one in nodes]
     assert all(one.anew for one in nodes)
@@ -135,9 +135,8 @@ def test_the_report_says_what_was_done(engine: Engine):
     anew = [node for node in report.nodes if node.status is NodeStatus.RECOMPUTED]
     assert {node.reason for node in anew} == {Reason.CHOSEN}
     assert anew == report.nodes[-len(anew) :]
-    reused = report.nodes[: -len(anew)]
-    offsets = {node.offset for node in reused}
-    assert len(offsets) == (len(reused) if "window" in engine.model_name else 1)
+    for before, node in itertools.pairwise(report.nodes):
+        assert node.offset == before.offset + before.tokens + len("\n\n"), "as the text reads"
     live = report.prompt_tokens - sum(LENGTHS)
     live_tokens = report.tokens_computed + report.live_tokens_reused
     assert live_tokens == live + sum(node.tokens for node in anew)
@@ -158,13 +157,55 @@ def test_looking_leaves_nothing_behind(engine: Engine):
     assert engine._pool.free_pages + engine._pool.evictable_pages == free
 
 
-def test_without_calibration_the_first_nodes_are_chosen_and_it_is_said(engine: Engine, monkeypatch):
+@pytest.fixture
+def uncalibrated(engine: Engine, monkeypatch) -> Engine:
     monkeypatch.setattr(engine._ladder, "_calibration", None)
     monkeypatch.setattr(climb_module, "recall", lambda model: None)
-    report = engine.generate(PROMPT, max_new_tokens=1, quality="balanced").report
-    assert any("calibrate" in warning for warning in report.warnings)
-    assert [node.given for node in report.nodes if node.reason is Reason.CHOSEN] == [0]
-    assert report.tokens_looked == 0
+    return engine
+
+
+def test_without_calibration_words_choose(uncalibrated: Engine):
+    """Of the nodes that fit into the room; in the order of the prompt if words tell nothing."""
+    ask = " ".join(TEXTS[5].split()[:2])
+    for question, chosen in (("Why is it?", 0), (f"Why {ask}?", 5)):
+        prompt = PROMPT.replace("Why is it?", question)
+        report = uncalibrated.generate(prompt, max_new_tokens=1, quality="best").report
+        assert [node.given for node in report.nodes if node.reason is Reason.CHOSEN][-1] == chosen
+        assert report.tokens_looked == 0
+        assert not report.warnings
+
+
+def test_words_and_attention_choose_together(engine: Engine, monkeypatch):
+    runs = end_live(engine._read(PROMPT).runs)
+    attended = by_heads(look(engine, place(runs), {0, 1}), HEADS)
+    told = attended[::-1]
+    monkeypatch.setattr(WordRanking, "rank", lambda self, runs: told)
+    climb = engine._ladder.climb(runs, Quality.BEST)
+    assert climb is not None
+    masses = look(engine, climb.prompt, climb.layers)
+    monkeypatch.setattr(climb_module, "climb", lambda runs, rung, ranking, *rest: ranking)
+    assert climb.reach(masses)[0] == together(told, attended)
+    assert climb.reach(None) == (told, (climb_module.NO_ROOM_TO_LOOK,))
+    monkeypatch.setattr(WordRanking, "rank", lambda self, runs: None)
+    climb = engine._ladder.climb(runs, Quality.BEST)
+    assert climb is not None
+    assert climb.reach(masses)[0] == attended
+
+
+def test_what_has_no_room_on_its_rung_is_read_as_given(uncalibrated: Engine, monkeypatch):
+    """A node that stands twice takes more room when one of the two is live text."""
+    twice = f"Read:\n{TEXTS[2]}\n\n{TEXTS[4]}\n\n{TEXTS[2]}\nWhy is it?"
+    check = Runner.check_fits
+
+    def fits(runner, request):
+        if any(one.anew for one in request.known):
+            raise RequestError("no room")
+        check(runner, request)
+
+    monkeypatch.setattr(Runner, "check_fits", fits)
+    report = uncalibrated.generate(twice, max_new_tokens=1, quality="best").report
+    assert report.warnings == [climb_module.NO_ROOM_TO_CLIMB]
+    assert {node.status for node in report.nodes} == {NodeStatus.REUSED}
 
 
 def test_nodes_do_not_cross_messages(engine: Engine):
@@ -260,29 +301,6 @@ def test_shares_are_those_of_attention_to_the_right_node(checkpoint):
     best = shares.flatten().argsort(descending=True)[:4].tolist()
     assert [divmod(index, 4) for index in best] == list(found.heads)
     assert found.shares == pytest.approx(shares.flatten()[best].tolist(), abs=1e-5)
-
-
-def test_an_ingestion_calibrates_once(checkpoint, tmp_path, monkeypatch):
-    """The first one that leaves enough nodes, and never again for these weights."""
-    monkeypatch.setenv("LAZYRAG_CACHE", str(tmp_path / "cache"))
-    asked_for = []
-    original = Engine.calibrate
-
-    def counted(self, *args, **kwargs):
-        asked_for.append(1)
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(Engine, "calibrate", counted)
-    monkeypatch.setattr(Engine, "_calibrate_once", CALIBRATE_ONCE)
-    with Engine.from_pretrained(checkpoint("llama"), store=tmp_path / "a") as engine:
-        engine.precompute(PASSAGES[: NODES - 1])
-        assert engine.calibration is None
-        engine.precompute(PASSAGES)
-        assert engine.calibration is not None
-        engine.precompute([text(90, 77)])
-    with Engine.from_pretrained(checkpoint("llama"), store=tmp_path / "b") as engine:
-        engine.precompute(PASSAGES)
-    assert len(asked_for) == 1
 
 
 # scales of attention to reused nodes

@@ -14,8 +14,19 @@ from lazyrag.quality.ladder import Rung, climb
 from lazyrag.quality.moves import Offsets
 from lazyrag.types import NodeKey
 
-CONTROL = frozenset((99,))
 GAP = LiveRun((7, 7))
+
+
+class Spelling:
+    """7 is a line break, 6 a dash, 8 and 9 are digits, 99 is a control token."""
+
+    control_ids = frozenset((99,))
+
+    def decode(self, ids) -> str:
+        return "".join({7: "\n", 6: "-", 8: "1", 9: "2"}.get(id, "a") for id in ids)
+
+
+SPELLING = Spelling()
 
 
 def node(number: int, length: int = 4) -> NodeRun:
@@ -34,23 +45,28 @@ def prompt(*gaps: LiveRun) -> list[Run]:
     ("gaps", "expected"),
     [
         ((GAP, GAP, GAP), [range(0, 4)]),
-        ((GAP, LiveRun((8,)), LiveRun((8,))), [range(0, 2), range(2, 4)]),
+        ((GAP, LiveRun((6,)), LiveRun((6,))), [range(0, 2), range(2, 4)]),
+        ((LiveRun((7, 8, 7)), LiveRun((7, 9, 7)), GAP), [range(0, 1), range(1, 2), range(2, 4)]),
+        ((LiveRun((7, 3, 7)),) * 3, [range(0, 1), range(1, 2), range(2, 3), range(3, 4)]),
         ((LiveRun((99,)), GAP), [range(0, 1), range(1, 3)]),
         ((LiveRun((7, 99)), LiveRun((7, 99))), [range(0, 1), range(1, 2), range(2, 3)]),
         ((LiveRun((7, 7), 50), GAP), [range(0, 1), range(1, 3)]),
         ((LiveRun(()), LiveRun(())), [range(0, 3)]),
         ((), [range(0, 1)]),
     ],
-    ids=["all", "two headers", "message", "template between", "own offset", "adjacent", "one"],
+    ids=[
+        *("all", "two separators", "numbers", "words", "message", "template between"),
+        *("own offset", "adjacent", "one"),
+    ],
 )
 def test_groups(gaps: tuple[LiveRun, ...], expected: list[range]):
-    assert moves.groups(prompt(*gaps), CONTROL) == expected
+    assert moves.groups(prompt(*gaps), SPELLING) == expected
 
 
 def test_a_node_with_an_offset_or_used_in_part_does_not_move():
     runs = prompt(GAP, GAP)
     for changed in (replace(node(20, 5), offset=3), replace(node(20, 5), used=2)):
-        assert moves.groups([*runs[:3], changed, *runs[4:]], CONTROL) == [
+        assert moves.groups([*runs[:3], changed, *runs[4:]], SPELLING) == [
             range(0, 1), range(1, 2), range(2, 3)
         ]  # fmt: skip
 
@@ -111,7 +127,7 @@ def test_without_leaves_no_separator_over():
 def test_offsets():
     """Text(2), nodes of 4, 5 and 6 tokens with gaps of 2, text(1)."""
     runs = prompt(GAP, GAP)
-    found = moves.groups(runs, CONTROL)
+    found = moves.groups(runs, SPELLING)
 
     def laid(offsets: Offsets) -> tuple[list[int], tuple[int, ...]]:
         placed = place(moves.offset(runs, found, offsets))
@@ -119,14 +135,14 @@ def test_offsets():
 
     assert laid(Offsets.IN_LINE) == ([2, 8, 15], (0, 1, 6, 7, 13, 14, 21))
     assert laid(Offsets.NEAR) == ([2, 2, 2], (0, 1, 8, 9, 10, 11, 12))
-    assert laid(Offsets.ONE_START) == ([2, 2, 2], (0, 1, 8, 9, 15, 16, 23))
-    assert laid(Offsets.ONE_END) == ([4, 3, 2], (0, 1, 8, 9, 15, 16, 23))
+    assert laid(Offsets.ONE_START) == ([2, 2, 2], (0, 1, 8, 9, 15, 16, 21))
+    assert laid(Offsets.ONE_END) == ([4, 3, 2], (0, 1, 8, 9, 15, 16, 21))
 
 
 def test_offsets_stay_within_a_group():
     """Nodes of another message keep their distance to what stands before them."""
     runs = prompt(GAP, LiveRun((99,)), GAP)
-    made = place(moves.offset(runs, moves.groups(runs, CONTROL), Offsets.ONE_START))
+    made = place(moves.offset(runs, moves.groups(runs, SPELLING), Offsets.ONE_START))
     first, second, third, fourth = (one.offset for one in made.nodes)
     assert first == second == 2
     assert third == fourth > second + 5
@@ -142,11 +158,13 @@ def test_reused_groups():
 def test_climbing_keeps_tokens_and_stays_within_the_limit():
     chooser = random.Random(5)
     for _ in range(200):
-        gaps = [chooser.choice((GAP, GAP, LiveRun((8,)), LiveRun((99,)))) for _ in range(6)]
+        gaps = [
+            chooser.choice((GAP, GAP, LiveRun((6,)), LiveRun((8,)), LiveRun((99,))))
+            for _ in range(6)
+        ]
         runs = prompt(*gaps)
         limit = chooser.choice((0.0, 0.3, 0.6, 2.0))
-        rung = Rung(limit, chooser.choice(list(Offsets)))
-        made = climb(runs, rung, chooser.sample(range(7), 7), CONTROL, looked=3.0)
+        made = climb(runs, Rung(limit), chooser.sample(range(7), 7), SPELLING, looked=3.0)
         assert sorted(tokens(made.runs)) == sorted(tokens(runs))
         assert sorted(one.given for one in made.nodes) == list(range(7))
         assert made.tokens == len(tokens(runs))
@@ -163,9 +181,24 @@ def test_climbing_keeps_tokens_and_stays_within_the_limit():
 
 
 def test_standing_nodes_computed_anew_say_where_they_begin():
-    made = climb(prompt(GAP, GAP), Rung(0.6, Offsets.IN_LINE), [0, 1, 2], CONTROL)
+    made = climb(prompt(GAP, GAP), Rung(0.6), [0, 1, 2], SPELLING)
     assert [(one.given, one.anew) for one in made.nodes] == [(1, False), (2, False), (0, True)]
     assert [one.offset for one in made.nodes] == [2, 9, 17]
+
+
+@pytest.mark.parametrize("offsets", [Offsets.ONE_START, Offsets.ONE_END])
+def test_what_stands_behind_a_group_lies_where_the_text_has_it(offsets: Offsets):
+    """No position is beyond those of the text itself, whichever node is the longest."""
+    chooser = random.Random(3)
+    for _ in range(100):
+        lengths = [chooser.randint(1, 9) for _ in range(5)]
+        runs: list[Run] = [LiveRun((1, 2))]
+        for number, length in enumerate(lengths):
+            runs += [node(10 + 10 * number, length), GAP]
+        made = place(moves.offset(runs, [range(0, 5)], offsets))
+        assert made.next_position == place(runs).next_position
+        assert len(set(made.live_positions)) == len(made.live_positions)
+        assert max(one.offset + one.run.used for one in made.nodes) <= made.next_position
 
 
 def test_choosing():

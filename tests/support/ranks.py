@@ -81,12 +81,9 @@ def run_ranks(program: Callable[..., Any], *arguments: Any, count: int = 2) -> l
 
 def _run(there: Any, environment: dict[str, str], program: Any, arguments: Any) -> None:
     import lazyrag.engine.costs
-    from lazyrag.engine.engine import Engine
 
     os.environ.update(environment)
-    # As in both conftest.py: what is stored is read, and no ingestion calibrates.
-    lazyrag.engine.costs._CLEARLY = 0.0
-    Engine._calibrate_once = lambda self: None  # type: ignore[method-assign]
+    lazyrag.engine.costs._CLEARLY = 0.0  # as in conftest.py: what is stored is read
     multiprocessing.util.Finalize(None, atexit._run_exitfuncs, exitpriority=1)  # as in a program
     try:
         there.send(program(*arguments))
