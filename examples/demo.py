@@ -30,7 +30,7 @@ def main() -> None:
     begun = time.monotonic()
     step_ingest()
     llm, index = step_open()
-    query_engine = index.as_query_engine(llm=llm, similarity_top_k=5)
+    query_engine = index.as_query_engine(llm=llm, similarity_top_k=8)
     for number, question in enumerate(QUESTIONS, 1):
         say(f"\n== Question {number} of {len(QUESTIONS)} (about 3 to 10 seconds)")
         ask(query_engine, question)
@@ -108,7 +108,7 @@ def step_reorder(llm: Any, index: Any, question: str) -> None:
     say("   With quality='fast', which computes no passage anew; the answers above are 'balanced'.")
     before = stored(llm)
     fast_llm = LazyKVLLM(engine=llm.engine, quality="fast", max_tokens=llm.max_tokens)
-    options = {"similarity_top_k": 5, "node_postprocessors": [Reverse()]}
+    options = {"similarity_top_k": 8, "node_postprocessors": [Reverse()]}
     report = ask(index.as_query_engine(llm=fast_llm, **options), question)
     say(f"   Store before and after: {before:,} and {stored(llm):,} bytes.")
 

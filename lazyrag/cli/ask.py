@@ -8,6 +8,7 @@ import typer
 
 from lazyrag.cli.documents import printable
 from lazyrag.cli.options import (
+    DEFAULT_NODES,
     DEFAULT_RUNG,
     DeviceOption,
     IndexOption,
@@ -26,7 +27,7 @@ def ask(
         str, typer.Argument(metavar="QUESTION", help="The question.", show_default=False)
     ],
     index: IndexOption,
-    k: NodesOption = 5,
+    k: NodesOption = DEFAULT_NODES,
     quality: QualityOption = DEFAULT_RUNG,
     max_new_tokens: TokensOption = 256,
     device: DeviceOption = "auto",

@@ -10,6 +10,7 @@ import typer
 
 from lazyrag.cli.documents import printable
 from lazyrag.cli.options import (
+    DEFAULT_NODES,
     DEFAULT_RUNG,
     DeviceOption,
     IndexOption,
@@ -35,7 +36,7 @@ MESSAGE_TOKENS = 8
 @command_errors
 def chat(
     index: IndexOption,
-    k: NodesOption = 5,
+    k: NodesOption = DEFAULT_NODES,
     quality: QualityOption = DEFAULT_RUNG,
     max_new_tokens: TokensOption = 256,
     device: DeviceOption = "auto",

@@ -22,6 +22,9 @@ class Rung(StrEnum):
 
 DEFAULT_RUNG = Rung(DEFAULT_QUALITY.value)
 
+DEFAULT_NODES = 8
+"""Passages to retrieve: enough for one or two to fit the quarter of `Quality.BALANCED`."""
+
 IndexOption = Annotated[
     Path, typer.Option("--index", metavar="DIR", help="The index directory.", show_default=False)
 ]

@@ -73,9 +73,17 @@ def open_session(
 
     from lazyrag import Engine
     from lazyrag.cli.vectors import Vectors, load_embedding
+    from lazyrag.store import KVStore
 
     vectors = Vectors(place.chroma_path) if place.chroma_path.exists() else None
     if vectors is None or not vectors.count():
+        stored = KVStore.open(place.kv_path).stats().nodes if place.kv_path.exists() else 0
+        if stored:
+            raise StoreError(
+                f"no file is in the index {place.path} as a whole yet ({stored:,} passages are "
+                "stored): its ingestion is still running, or was interrupted. The same "
+                "`lazyrag ingest` again does the rest."
+            )
         raise StoreError(f"the index {place.path} is empty; fill it with `lazyrag ingest`.")
     embedding = load_embedding(settings.embedding, settings.embedding_dim)
     with Engine.from_pretrained(

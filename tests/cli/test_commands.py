@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -264,6 +265,14 @@ def test_interrupted_ingestion_leaves_whole_nodes_and_goes_on(tmp_path: Path) ->
     assert done["read"] == 8
     assert run_json("ingest", docs, "--index", index)["unchanged"] == 8
     assert run_json(*verify)["problems"] == []
+
+
+def test_an_index_without_a_whole_file_says_so(copied: Corpus) -> None:
+    """Passages are stored first, files listed last: in between there is nothing to ask."""
+    shutil.rmtree(copied.index / "chroma")
+    sentence(run("ask", "Where?", "--index", copied.index), "interrupted", "`lazyrag ingest` again")
+    shutil.rmtree(copied.index / "kv")
+    sentence(run("ask", "Where?", "--index", copied.index), "is empty")
 
 
 def test_env_says_what_a_bug_report_needs() -> None:
