@@ -4,6 +4,7 @@ One GPU, Llama-3.1-8B's shape with random weights, one engine for all runs. Betw
 are emptied, not the store; nodes are encoded once. Every mode gets the same requests over the same
 pool; a question is asked once in a run, so that nothing but nodes comes again. Parts:
 
+    alone     one request after the other over 10 of 12 nodes of 512 tokens, in ever other orders
     at-once   64 requests, each over 10 of 12 nodes of 512 tokens in an order of its own
     zipf      100 requests over 5 of 100 nodes of 2,048 tokens, 10 GiB of KV on the device
     compare   the same nodes, a closed loop and Poisson arrivals, budgets for what is idle
@@ -28,6 +29,7 @@ from lazyrag.bench.trace_run import (
     Ask,
     AtOnce,
     Closed,
+    InTurn,
     Load,
     Poisson,
     Row,
@@ -124,29 +126,47 @@ class Trace:
 
     def run(self, part: Part) -> Iterator[Row]:
         """One part."""
-        runs = {Part.AT_ONCE: self.at_once, Part.ZIPF: self.zipf, Part.COMPARE: self.compare}
+        runs = {
+            Part.ALONE: self.alone,
+            Part.AT_ONCE: self.at_once,
+            Part.ZIPF: self.zipf,
+            Part.COMPARE: self.compare,
+        }
         yield from runs[part]()
+
+    def alone(self) -> Iterator[Row]:
+        """One request after the other, nodes resident."""
+        settings = self._settings
+        texts, orders = self._few()
+        few = orders[: max(1, len(orders) // 8)]
+        half = orders[: max(1, len(orders) // 2)]
+        for mode in filter(_reuses_nodes, settings.modes):
+            self._bring_few(mode, texts)
+            send(
+                self._engine,
+                self._asks(texts, few, settings.new_tokens, "warm-up"),
+                InTurn(len(few)),
+            )
+            trace = self._asks(texts, half, settings.new_tokens, "alone")
+            yield self._row(trace, InTurn(len(half)), Part.ALONE, mode, 0.0, Start.DEVICE)
 
     def at_once(self) -> Iterator[Row]:
         """Few nodes in many orders."""
         settings, engine = self._settings, self._engine
-        requests, nodes, asked, tokens, new_tokens = settings.few
-        texts = random_texts(f"few {settings.seed}", nodes, tokens)
-        engine.precompute(texts)
-        rng = random.Random(settings.seed)
-        orders = [tuple(rng.sample(range(nodes), asked)) for _ in range(requests)]
+        requests, nodes, *_, new_tokens = settings.few
+        texts, orders = self._few()
         counts = [sum(node in order for order in orders) for node in range(nodes)]
         by_frequency = [tuple(sorted(order, key=lambda n: (-counts[n], n))) for order in orders]
-        halves = [tuple(range(nodes)[first::2]) for first in range(2)]  # bring all nodes
 
         def trace(mode: Mode, repeat: object) -> list[Ask]:
             chosen = by_frequency if mode is Mode.PREFIX else orders
             return self._asks(texts, chosen, new_tokens, f"few {repeat}")
 
         def begin(mode: Mode) -> None:
-            engine.start_anew(mode)
             if _reuses_nodes(mode):
-                send(engine, self._asks(texts, halves, 1, "few"), AtOnce(2))
+                self._bring_few(mode, texts)
+            else:
+                engine.start_anew(mode)
 
         load = AtOnce(requests)
         for mode in filter(_reuses_nodes, settings.modes):
@@ -199,6 +219,21 @@ class Trace:
                 yield self._timed(mode, alpha, idle, arrivals)
 
     # nodes
+
+    def _few(self) -> tuple[list[str], list[Prompt]]:
+        """Few nodes, stored, and the orders in which they are asked for."""
+        settings = self._settings
+        requests, nodes, asked, tokens, _ = settings.few
+        texts = random_texts(f"few {settings.seed}", nodes, tokens)
+        self._engine.precompute(texts)
+        rng = random.Random(settings.seed)
+        return texts, [tuple(rng.sample(range(nodes), asked)) for _ in range(requests)]
+
+    def _bring_few(self, mode: Mode, texts: Sequence[str]) -> None:
+        """Empty the pool, then have all of few nodes brought into it."""
+        self._engine.start_anew(mode)
+        halves = [tuple(range(len(texts))[first::2]) for first in range(2)]
+        send(self._engine, self._asks(texts, halves, 1, "few"), AtOnce(2))
 
     def _prepare(self) -> None:
         self._engine.precompute(self._texts, progress=self._timer.progress("encoding"))

@@ -89,6 +89,17 @@ class AtOnce:
         return 0.0 if sent < self._count else math.inf
 
 
+class InTurn:
+    """So many requests, each when the one before it is answered."""
+
+    def __init__(self, count: int) -> None:
+        self.name, self.seconds, self._count = "one by one", math.inf, count
+
+    def due(self, sent: int, finished: int, now: float) -> float:
+        """See `Load`."""
+        return now if sent == finished < self._count else math.inf
+
+
 class Closed:
     """So many clients, each of which asks again when it is answered, for so long."""
 

@@ -34,6 +34,7 @@ class Mode(StrEnum):
 class Part(StrEnum):
     """What is measured, see `lazyrag.bench.trace`."""
 
+    ALONE = "alone"
     AT_ONCE = "at-once"
     ZIPF = "zipf"
     COMPARE = "compare"
@@ -65,11 +66,12 @@ class Settings:
         idle_gb: budgets of ``compare`` for KV that no running request uses, 10^9 bytes.
         clients: of the closed loop.
         question_tokens: of every request.
-        few: requests of ``at-once``, nodes, nodes a prompt, tokens of a node, new tokens.
+        few: requests of ``at-once``, nodes, nodes a prompt, tokens of a node, new tokens; also the
+            nodes of ``alone``.
         repeats: of quick runs of ``at-once``.
         full_requests: of ``zipf`` without reuse, which takes the same time for each.
         many: the nodes of ``zipf`` and ``compare``, and the requests of ``zipf``.
-        new_tokens: of their answers.
+        new_tokens: of their answers, and of ``alone``.
         pool_bytes: of KV on the device; zipf_bytes: of it, what ``zipf`` may use.
         host_bytes: of host memory for nodes; holds all of them.
     """

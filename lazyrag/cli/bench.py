@@ -150,8 +150,11 @@ def trace(
         list[Mode], typer.Option(help="What is reused; may be repeated.")
     ] = list(Mode),  # noqa: B006
     seconds: Annotated[
-        float, typer.Option(min=0.1, max=20, metavar="S", help="Of each run of `compare`.")
+        float, typer.Option(min=0.1, max=20, metavar="S", help="Of runs that go on for a time.")
     ] = 5.0,
+    clients: Annotated[
+        int, typer.Option(min=1, max=256, metavar="N", help="Of the closed loop of `compare`.")
+    ] = 16,
     rate: Annotated[
         float | None,
         typer.Option(
@@ -178,7 +181,7 @@ def trace(
     _need_gpu()
     from lazyrag.bench.trace import measure
 
-    settings = Settings(seed=seed, modes=tuple(mode), seconds=seconds, rate=rate)
+    settings = Settings(seed=seed, modes=tuple(mode), seconds=seconds, rate=rate, clients=clients)
     rows = []
     try:
         for row in measure(part, settings, store, say):

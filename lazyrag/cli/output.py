@@ -36,7 +36,7 @@ def command_errors(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except KeyboardInterrupt:
             _show_traceback()
-            say("Interrupted. What was finished before is kept; the same command goes on from there.")
+            say("Interrupted. What was finished is kept, if anything; the same command goes on.")
             raise typer.Exit(130) from None
         except LazyRagError as error:
             _show_traceback()

@@ -96,6 +96,9 @@ def test_every_part_runs_and_its_counts_add_up(engine: TraceEngine) -> None:
     assert {key[1:]: n for key, n in made.items() if key[0] == Part.AT_ONCE} == dict.fromkeys(
         few, 1
     )
+    assert {key[1:]: n for key, n in made.items() if key[0] == Part.ALONE} == {
+        (Mode.LAZY, Start.DEVICE): 1, (Mode.BLOCK_ATTENTION, Start.DEVICE): 1,
+    }  # fmt: skip
     assert {key[1:]: n for key, n in made.items() if key[0] == Part.ZIPF} == {
         (Mode.LAZY, Start.COLD): 2, (Mode.LAZY, Start.DISK): 2, (Mode.LAZY, Start.HOST): 2,
         (Mode.BLOCK_ATTENTION, Start.HOST): 2, (Mode.PREFIX, Start.COLD): 2,
