@@ -22,7 +22,6 @@ from lazyrag.engine.host import HostTier
 from lazyrag.engine.report import Reason, Tier
 from lazyrag.engine.request import Request
 from lazyrag.engine.send import Sender, Sent
-from lazyrag.engine.metrics import Metrics
 from lazyrag.engine.write import Writer
 from lazyrag.prompt.segments import NodeRun
 from lazyrag.store import KVStore, StoredKV
