@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -208,6 +209,7 @@ def test_a_forked_process_waits_for_nothing_of_its_parent(engine: Engine, disk: 
     child = os.fork()
     if child == 0:
         code = 1
+        signal.alarm(30)
         try:
             engine.flush()
             disk.open.set()
@@ -374,7 +376,7 @@ def kv(tokens: int = 5) -> StoredKV:
     return StoredKV(tuple(range(tokens)), tensor, tensor.clone())
 
 
-@pytest.mark.parametrize("moment", ["copied", "kept", "stored"])
+@pytest.mark.parametrize("moment", ["copied", "kept", "stored", "found when it is stored"])
 def test_a_release_at_any_moment_leaves_nothing(monkeypatch, moment: str):
     host = HostTier(2**16)
     host.touch(KEY)
@@ -389,6 +391,7 @@ def test_a_release_at_any_moment_leaves_nothing(monkeypatch, moment: str):
         stored.append(write.key)
         if moment == "stored":
             release()
+        write.released |= moment.startswith("found")  # no text stands for it: another process, say
 
     def hook(owner, name: str) -> None:
         original = getattr(owner, name)
@@ -407,26 +410,31 @@ def test_a_release_at_any_moment_leaves_nothing(monkeypatch, moment: str):
     assert writer.write(KEY, kv(), 1.0, put)
     writer.flush()
     assert KEY not in host and list(writer.released) == [KEY]
-    assert stored == ([KEY] if moment == "stored" else [])
+    assert stored == ([KEY] if "stored" in moment else [])
     writer.close()
 
 
-def test_a_mark_that_comes_after_the_copy_was_made_is_seen(monkeypatch):
-    """The host tier is cleared first by nobody: who marks clears it afterwards."""
+def test_what_is_released_before_it_is_kept_does_not_stay_until_its_turn(monkeypatch):
     host = HostTier(2**16)
     host.touch(KEY)
     writer = Writer(host, 2**20, Metrics())
-    keep = host.keep
+    keep, store, kept = host.keep, writer._store, []
 
-    def marked_only(*arguments):
-        kept = keep(*arguments)
+    def late(*arguments):
         writer.forget(KEY)
-        return kept
+        host.forget(KEY)
+        host.touch(KEY)
+        return keep(*arguments)
 
-    monkeypatch.setattr(host, "keep", marked_only)
+    def noted(write: Write) -> None:
+        kept.append(KEY in host)
+        store(write)
+
+    monkeypatch.setattr(host, "keep", late)
+    monkeypatch.setattr(writer, "_store", noted)
     writer.write(KEY, kv(), 1.0, lambda write: None)
     writer.flush()
-    assert KEY not in host
+    assert kept == [False] and KEY not in host
     writer.close()
 
 
@@ -450,6 +458,30 @@ def test_a_job_that_is_in_line_all_the_same_is_done_once(monkeypatch):
     writer.write(KEY, kv(), 1.0, stored.append)
     writer.flush()
     assert len(stored) == 1
+
+
+def test_closing_waits_for_what_is_not_even_kept(monkeypatch):
+    host, go, begun, stored = HostTier(0), threading.Event(), threading.Event(), threading.Event()
+    writer, keep = Writer(host, 2**20, Metrics()), host.keep
+
+    def slow(*arguments):
+        assert go.wait(20)
+        return keep(*arguments)
+
+    def put(write: Write) -> None:
+        begun.set()
+        assert stored.wait(20)
+
+    monkeypatch.setattr(host, "keep", slow)
+    writer.write(KEY, kv(), 1.0, put)
+    closing = in_thread(writer.close)
+    go.set()
+    assert begun.wait(20)
+    closing.join(0.1)
+    assert closing.is_alive()
+    stored.set()
+    closing.join(20)
+    assert not closing.is_alive() and writer.nbytes == 0
 
 
 def test_what_fails_holds_nobody_up(monkeypatch, caplog):
