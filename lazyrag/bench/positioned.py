@@ -202,7 +202,7 @@ class PositionedPlacer(NodePlacer):
             if source.arrival is None:
                 arrival.origin = Origin(Tier.DEVICE, nbytes)
             else:
-                arrival.origin, arrival.write = source.arrival.origin, source.arrival.write
+                arrival.origin = source.arrival.origin
             self._fetcher.settled(key.node)
             self._leave_source(key)
 

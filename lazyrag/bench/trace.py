@@ -259,6 +259,7 @@ class Trace:
             return self._zipf(Mode.LAZY, alpha, Start.COLD, texts, keep_host=False)
         finally:
             engine.release([Reference("trace", "cold")])
+            engine.flush()  # what was being written just then is deleted now
 
     def _from_disk(self, alpha: float) -> Row:
         self._engine.forget_file_cache()

@@ -69,7 +69,7 @@ class TraceEngine(Engine):
         idle_bytes: int | None = None,
         keep_host: bool = True,
     ) -> None:
-        """Empty the tiers; nothing may run or wait.
+        """Finish storing and empty the tiers; nothing may run or wait.
 
         Every mode begins with the same knowledge of the machine: the speed of encoding if it was
         measured, guesses of the others.
@@ -98,6 +98,7 @@ class TraceEngine(Engine):
                 self._costs.encode.record(*self._encode_speed)
             self.mode = self._placer.mode = mode
 
+        self.flush()  # beside no run but the one that computed it
         self._worker.call(job)
 
     @property

@@ -200,6 +200,10 @@ class AsyncEngine:
         """As `Engine.stats`: what was done so far and how things stand; takes microseconds."""
         return self._engine.stats()
 
+    async def flush(self) -> None:
+        """As `Engine.flush`. Cancelled, what was computed is stored all the same."""
+        await asyncio.to_thread(self._engine.flush)
+
     async def close(self) -> None:
         """Close the engine. What runs and waits ends with a RequestError at its await."""
         self._closed = True

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
 
 from lazyrag.engine.costs import Costs
 from lazyrag.engine.encode import Encoder
-from lazyrag.engine.host import HostTier
 from lazyrag.engine.library import Library
 from lazyrag.engine.report import Reason
 from lazyrag.engine.write import Write, Writer
@@ -15,19 +14,16 @@ from lazyrag.prompt.segments import NodeRun, NodeSource
 from lazyrag.store import KVStore, LoadFailure, NewNode, StoredKV
 from lazyrag.types import NodeKey
 
-logger = logging.getLogger("lazyrag")
-
 
 class NodeComputer:
-    """Computes nodes in the worker's thread; they are stored beside what follows.
+    """Computes nodes in the worker's thread; they are kept and stored beside what follows.
 
     Args:
         store: on disk.
         encoding: digest of the encoding.
         encoder: computes K and V.
         library: makes a text given with a request findable once it is stored.
-        host: keeps what was computed.
-        writer: writes beside the forward passes.
+        writer: keeps and stores what was computed, as far as it has room for that.
         costs: says what a node is worth.
     """
 
@@ -37,7 +33,6 @@ class NodeComputer:
         encoding: bytes,
         encoder: Encoder,
         library: Library,
-        host: HostTier,
         writer: Writer,
         costs: Costs,
     ) -> None:
@@ -45,14 +40,8 @@ class NodeComputer:
         self._encoding = encoding
         self._encoder = encoder
         self._library = library
-        self._host = host
         self._writer = writer
         self._costs = costs
-
-    @property
-    def must_wait(self) -> bool:
-        """Whether what was computed has to be stored first, lest memory run out."""
-        return self._writer.full
 
     def stored(self, key: NodeKey) -> bool:
         """Whether the store lists the node."""
@@ -62,30 +51,41 @@ class NodeComputer:
             return False
 
     def forget(self, key: NodeKey) -> None:
-        """The node was released: it is not kept once it has been stored, and swept."""
+        """The node was released: what of it is on its way is not kept; before the host forgets."""
         self._writer.forget(key)
 
-    def compute(self, run: NodeRun) -> tuple[StoredKV, Write]:
-        """Raw KV of a node, and its way into the store.
+    def released(self) -> Iterator[NodeKey]:
+        """Nodes that were computed and then found to be released; each is told once."""
+        released = self._writer.released
+        while released:
+            yield released.popleft()
+
+    def compute(self, run: NodeRun) -> StoredKV:
+        """Raw KV of a node, which is on its way into the store or is not stored this time.
 
         Raises:
             ModelError: a value does not fit the KV dtype.
         """
         (kv,) = self._encoder.encode([run.ids])
-        return kv, self._writer.write(run.key, kv.nbytes, lambda write: self._put(run, kv, write))
+        bring_s = self._costs.bring_s(len(run.ids), kv.nbytes, in_host_memory=False)
+        written = self._writer.write(run.key, kv, bring_s, lambda write: self._put(run, write))
+        if not written and self._was_released(run):
+            self._writer.released.append(run.key)
+        return kv
 
-    def _put(self, run: NodeRun, kv: StoredKV, write: Write) -> None:
+    def _put(self, run: NodeRun, write: Write) -> None:
+        self._store.publish(self._encoding, [NewNode(run.key, write.kv, run.text)])
+        if run.text is not None and run.source is NodeSource.GIVEN:
+            self._library.register([self._library.describe(run.text, None, alias=False)])
+        self._store.sweep([run.key])  # its text may have been released since it was found
+        write.released |= not self._store.has(run.key)
+
+    def _was_released(self, run: NodeRun) -> bool:
+        """Whether the text of a node that is not stored has gone since it was found."""
         try:
-            self._store.publish(self._encoding, [NewNode(run.key, kv, run.text)])
-            if run.text is not None and run.source is NodeSource.GIVEN:
-                self._library.register([self._library.describe(run.text, None, alias=False)])
-            self._store.sweep([run.key])  # its text may have been released since it was found
-            write.released |= not self._store.has(run.key)
-        finally:
-            bring_s = self._costs.bring_s(len(run.ids), kv.nbytes, in_host_memory=False)
-            self._host.keep(run.key, kv, bring_s)
-            if write.released:  # `forget` marks it, then clears the host tier: one of us does
-                self._host.forget(run.key)
+            return run.source is not NodeSource.GIVEN and self._library.text_of(run.key) is None
+        except StoreError:
+            return False
 
 
 def reason_of(failure: LoadFailure, source: NodeSource) -> Reason:

@@ -84,6 +84,9 @@ CALIBRATION_TEXTS = 512
 """Ingested texts that calibration draws from, at most."""
 HOST_BYTES, HOST_SHARE = 64 * 2**30, 4
 """Beside a GPU at most so much of the host's memory, and one part in so many of it, keeps nodes."""
+STORING_BYTES, STORING_SHARE = 2**30, 16
+"""KV that waits to be stored and that host memory does not hold takes at most so much, or one part
+in so many of the memory: seconds of computing ahead of a disk, small beside the other tiers."""
 POOL_WINDOWS = 8
 """The pool holds at most this many full context windows unless told otherwise."""
 
@@ -161,8 +164,8 @@ class Engine:
         self._fill = PageFiller(self._pool, geometry).fill if leader is None else leader.fill
         encoder = (Encoder if leader is None else LeadingEncoder)(model, nodes_sink, kv, costs)
         fetcher = self._fetcher = Fetcher(self.store, host, costs, self.kv_bytes_per_token)
-        writer = self._writer = Writer()
-        computer = NodeComputer(self.store, digest, encoder, library, host, writer, costs)
+        writer = self._writer = Writer(host, _storing_bytes(), metrics)
+        computer = NodeComputer(self.store, digest, encoder, library, writer, costs)
         placer = self._make_placer(fetcher, computer)
         self._ladder = Ladder(model, digest)
         self._scaled = model.device.type != "cuda" or bool(self._ladder.scales)
@@ -177,7 +180,7 @@ class Engine:
             scaled=self._scaled,
         )
         self._worker = Worker(self._runner, metrics)
-        fetcher.notify = writer.notify = self._worker.node_arrived
+        fetcher.notify = self._worker.node_arrived
         self._ingestor = Ingestor(
             self.store,
             digest,
@@ -461,9 +464,9 @@ class Engine:
         kept = kept_texts(references, keep)
 
         def drop() -> int:  # no request is between finding a node in the store and using it
-            gone = self._library.release(kept)
-            self._runner.drop(gone)
-            return len(gone)
+            released = self._library.release(kept)
+            self._runner.drop(released.keys)  # one that is not stored may be in memory
+            return len(released.nodes)
 
         return self._worker.call(drop)
 
@@ -826,11 +829,23 @@ class Engine:
                 host_nodes=len(host),
                 host_bytes=host.used_bytes,
                 host_budget_bytes=host.budget_bytes,
+                storing_bytes=self._writer.nbytes,
             )
         )
 
+    def flush(self) -> None:
+        """Return once everything that was computed so far is in the store, or could not be stored.
+
+        Answers do not wait for that: computed nodes are stored beside what follows, and a text
+        given as a node can be found in prompts from then on. From any thread, at any time.
+        """
+        self._writer.flush()
+
     def close(self) -> None:
-        """Give the store (and a temporary folder) back. The engine cannot be used afterwards."""
+        """Finish storing, then give the store (and a temporary folder) back.
+
+        The engine cannot be used afterwards.
+        """
         self._closed = True
         self._worker.close()
         self._fetcher.close()
@@ -911,6 +926,10 @@ def _host_bytes(model: LoadedModel, host_bytes: int | None) -> int:
     if model.device.type != "cuda":  # the pool is host memory already
         return 0
     return min(HOST_BYTES, _memory_bytes() // HOST_SHARE)
+
+
+def _storing_bytes() -> int:
+    return max(STORING_BYTES, _memory_bytes() // STORING_SHARE)
 
 
 def _memory_bytes() -> int:

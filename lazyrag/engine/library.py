@@ -11,7 +11,7 @@ from lazyrag.prompt.read import FoundNear, FoundNode, FoundTexts
 from lazyrag.prompt.recognise import Recogniser
 from lazyrag.prompt.segments import NodeSource
 from lazyrag.prompt.tokenise import PromptTokenizer
-from lazyrag.store import KVStore, NewText, TextRow, node_key
+from lazyrag.store import KVStore, NewText, Released, TextRow, node_key
 from lazyrag.types import NodeKey, Reference, TextId
 
 REMEMBERED_TEXTS = 512
@@ -59,12 +59,12 @@ class Library:
         """
         self._index.add_texts(self._encoding, texts)
 
-    def release(self, kept: Mapping[Reference, Iterable[str]]) -> list[NodeKey]:
-        """Drop references (see `KVStore.release`); returns the nodes that went with them."""
+    def release(self, kept: Mapping[Reference, Iterable[str]]) -> Released:
+        """Drop references, see `KVStore.release`."""
         released = self._store.release(self._encoding, kept)
         with self._lock:
             self._recogniser.discard(released.texts)
-        return released.nodes
+        return released
 
     def some_texts(self, most: int) -> list[str]:
         """Texts of encoded nodes, at most so many, from all over the index."""

@@ -46,6 +46,7 @@ class Gauges:
         pinned_bytes: KV that is never evicted.
         resident_nodes: on the device, used or idle.
         host_nodes, host_bytes, host_budget_bytes: in the host's memory.
+        storing_bytes: KV that was computed and is not stored yet.
     """
 
     waiting: int = 0
@@ -60,6 +61,7 @@ class Gauges:
     host_nodes: int = 0
     host_bytes: int = 0
     host_budget_bytes: int = 0
+    storing_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ class EngineStats:
         live_tokens_reused: live tokens whose KV another request had left.
         tokens_computed: tokens that went through the model before first tokens.
         encoded_tokens, encode_s: nodes computed, by requests and by ingestion.
+        unstored_nodes: computed by requests and not stored, since too much was waiting to be, or
+            since the store failed; they are when they are computed again.
         movements: KV brought from tier to tier.
         evicted_nodes_by_tier, evicted_bytes_by_tier: from where they were dropped.
         finished_by_outcome: requests, refused ones among them.
@@ -158,6 +162,7 @@ class EngineStats:
     tokens_computed: int
     encoded_tokens: int
     encode_s: float
+    unstored_nodes: int
     movements: tuple[Movement, ...]
     evicted_nodes_by_tier: dict[str, int]
     evicted_bytes_by_tier: dict[str, int]
@@ -219,13 +224,16 @@ class EngineStats:
             f"{_size(one.nbytes / one.seconds) if one.seconds else '-'} a second"
             for one in self.movements
         ]
+        if self.unstored_nodes:
+            lines.append(f"not stored   {self.unstored_nodes:,} computed nodes")
         if any(self.evicted_nodes_by_tier.values()):
             evicted = sum(self.evicted_bytes_by_tier.values())
             lines.append(f"evicted      {_size(evicted)}{_named(self.evicted_nodes_by_tier)}")
         lines.append(
             f"memory       {now.pool_free_pages:,} of {now.pool_pages:,} pages free, idle nodes "
             f"{_size(now.idle_bytes)} of {_size(now.idle_budget_bytes)}, host "
-            f"{_size(now.host_bytes)} of {_size(now.host_budget_bytes)}"
+            f"{_size(now.host_bytes)} of {_size(now.host_budget_bytes)}, to be stored "
+            f"{_size(now.storing_bytes)}"
         )
         return "\n".join(lines)
 
@@ -245,6 +253,7 @@ class Metrics:
         self._reasons: Counter[Reason] = Counter()
         self._tokens_reused = self._live_tokens_reused = self._tokens_computed = 0
         self._encoded_tokens, self._encode_s = 0, 0.0
+        self._unstored_nodes = 0
         self._moves: dict[tuple[Tier, Tier], tuple[int, int, float]] = {}
         self._evicted_nodes: Counter[Tier] = Counter()
         self._evicted_bytes: Counter[Tier] = Counter()
@@ -299,6 +308,11 @@ class Metrics:
             self._encoded_tokens += tokens
             self._encode_s += seconds
 
+    def not_stored(self) -> None:
+        """A node was computed and is not stored this time."""
+        with self._lock:
+            self._unstored_nodes += 1
+
     def evicted(self, tier: Tier, nodes: int, nbytes: int) -> None:
         """Nodes were dropped from a tier to make room."""
         with self._lock:
@@ -318,6 +332,7 @@ class Metrics:
                 tokens_computed=self._tokens_computed,
                 encoded_tokens=self._encoded_tokens,
                 encode_s=self._encode_s,
+                unstored_nodes=self._unstored_nodes,
                 movements=tuple(
                     Movement(source.value, target.value, *sums)
                     for (source, target), sums in sorted(self._moves.items())

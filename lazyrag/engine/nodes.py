@@ -6,10 +6,8 @@ Never wrong KV: whatever cannot be read for certain is computed anew, and the re
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -23,7 +21,6 @@ from lazyrag.engine.live import LiveKey
 from lazyrag.engine.pool import PageKey, PagePool, Resident
 from lazyrag.engine.report import Origin, Reason, Tier
 from lazyrag.engine.send import Sender, Sent
-from lazyrag.engine.write import Write
 from lazyrag.model.geometry import Geometry
 from lazyrag.prompt.segments import NodeRun
 from lazyrag.store import LoadFailure
@@ -49,7 +46,6 @@ class Arrival:
         fetch: on its way from the store or host memory; None once it is to be computed.
         reason: why it is to be computed.
         sent: on its way to the device.
-        write: its way into the store, once it was computed.
         origin: where it came from, once its pages are filled.
         error: why it cannot be had at all.
     """
@@ -60,7 +56,6 @@ class Arrival:
     fetch: Fetch | None = None
     reason: Reason | None = None
     sent: Sent | None = None
-    write: Write | None = None
     origin: Origin | None = None
     error: BaseException | None = None
 
@@ -104,51 +99,6 @@ class Placed:
         arrived = {key: a.origin for key, a in self.arriving.items() if a.origin is not None}
         return {**self.resident, **arrived}
 
-    def when_stored(self, then: Callable[[], None], within_s: float | None) -> None:
-        """Call ``then`` once every node that was computed is in the store; from any thread.
-
-        Args:
-            then: called once.
-            within_s: after so many seconds it is called in any case.
-        """
-        writes = [a.write.done for a in self.arriving.values() if a.write is not None]
-        _Countdown(writes, then).start(within_s)
-
-
-class _Countdown:
-    """Calls ``then`` once, when all of ``waits`` are done or the time is up."""
-
-    def __init__(self, waits: Sequence[Future[None]], then: Callable[[], None]) -> None:
-        self._waits = waits
-        self._then = then
-        self._left = len(waits) + 1
-        self._lock = threading.Lock()
-
-    def start(self, within_s: float | None) -> None:
-        if within_s is not None and not all(wait.done() for wait in self._waits):
-            timer = threading.Timer(max(0.0, within_s), self._end)
-            timer.daemon = True
-            timer.start()
-        for wait in self._waits:
-            wait.add_done_callback(self._count)
-        self._count()
-
-    def _count(self, _: object = None) -> None:
-        with self._lock:
-            self._left -= 1
-            last = not self._left
-        if last:
-            self._end()
-
-    def _end(self) -> None:
-        with self._lock:
-            then, self._then = self._then, _nothing
-        then()
-
-
-def _nothing() -> None:
-    """After the end."""
-
 
 NodeWrite = Callable[[Tensor, Tensor, Pages, int], None]
 """Fills pages with raw k and v [layers, tokens, kv_heads, dim]; last, the first one's position."""
@@ -186,7 +136,6 @@ class NodePlacer:
         self._sender = Sender(pool.k.device, costs)
         self._arriving: dict[NodeKey, Arrival] = {}
         self._left: list[Sent] = []  # nobody waits for them, but the copy goes on
-        self._writes: list[Write] = []
 
     def acquire(
         self,
@@ -206,6 +155,7 @@ class NodePlacer:
         Returns:
             None, with nothing held, when the pool has no room.
         """
+        self._drop_released()
         pool = self._pool
         known: list[LiveKey] = []
         for name in live_names:
@@ -285,8 +235,12 @@ class NodePlacer:
     def forget(self, key: NodeKey) -> None:
         """The node was released: nothing of it stays but what running requests use."""
         self._drop(key)
-        self._fetcher.forget(key)
         self._computer.forget(key)
+        self._fetcher.forget(key)
+
+    def _drop_released(self) -> None:
+        for key in self._computer.released():
+            self._drop(key)
 
     def _begin(self, arrival: Arrival) -> None:
         """Have a node read, or computed where that is faster by this machine's own speeds."""
@@ -318,10 +272,7 @@ class NodePlacer:
             Whether anything came of it.
         """
         self._left = [sent for sent in self._left if not sent.here]
-        for write in [write for write in self._writes if write.done.done()]:
-            self._writes.remove(write)
-            if write.released:
-                self._drop(write.key)
+        self._drop_released()
         moved = False
         for arrival in list(self._arriving.values()):
             if arrival.error is None and self._advance(arrival):
@@ -333,18 +284,16 @@ class NodePlacer:
     @property
     def must_compute(self) -> bool:
         """Whether `compute_next` would compute a node."""
-        return not self._computer.must_wait and any(map(_is_due, self._arriving.values()))
+        return any(map(_is_due, self._arriving.values()))
 
     def compute_next(self) -> bool:
-        """Compute the most urgent node that is to be; False when there is none, or not yet."""
+        """Compute the most urgent node that is to be; False when there is none."""
         if not self.must_compute:
             return False
         due = filter(_is_due, self._arriving.values())
         arrival = min(due, key=lambda arrival: arrival.urgency)
         try:
-            kv, arrival.write = self._computer.compute(arrival.run)
-            self._writes.append(arrival.write)
-            arrival.sent = self._sender.send(kv)
+            arrival.sent = self._sender.send(self._computer.compute(arrival.run))
             arrival.sent.wait()
             self._write(arrival, arrival.sent)
         except Exception as error:  # who waits for it learns why

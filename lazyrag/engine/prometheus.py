@@ -90,6 +90,8 @@ def _counters(stats: EngineStats) -> Iterator[tuple[str, str, tuple[str, ...], S
     text = "Tokens of nodes computed, by requests and by ingestion"
     yield "encoded_tokens", text, (), {(): stats.encoded_tokens}
     yield "encode_seconds", "Time in which nodes were computed", (), {(): stats.encode_s}
+    text = "Nodes computed by requests and not stored: too much waited, or the store failed"
+    yield "nodes_unstored", text, (), {(): stats.unstored_nodes}
     text = "Times that KV was brought from one tier to another"
     yield "moves", text, way, {key: one.moves for key, one in ways.items()}
     yield (
@@ -123,6 +125,7 @@ def _gauges(now: Gauges) -> Iterator[tuple[str, str, int]]:
     yield "host_nodes", "Nodes in the host's memory", now.host_nodes
     yield "host_bytes", "Bytes of nodes in the host's memory", now.host_bytes
     yield "host_budget_bytes", "Most bytes of nodes in the host's memory", now.host_budget_bytes
+    yield "storing_bytes", "KV that was computed and is not stored yet", now.storing_bytes
 
 
 def _histograms(stats: EngineStats) -> Iterator[tuple[str, str, HistogramStats]]:

@@ -29,7 +29,7 @@ class Reason(StrEnum):
     """Why a node was computed anew."""
 
     FIRST_USE = "first use"
-    """Registered (another form of an ingested node, say), encoded and stored by this request."""
+    """Registered (another form of an ingested node, say), encoded by this request, then stored."""
     CHANGED = "changed"
     """The prompt holds a text close to, but not equal to, the ingested one."""
     CUT = "cut"

@@ -150,11 +150,6 @@ class Request:
         return self.recognise_s + self.look_s
 
     @property
-    def seconds_left(self) -> float | None:
-        """Until its time is up; None = it has no limit."""
-        return None if self.deadline is None else self.deadline - time.perf_counter()
-
-    @property
     def ids(self) -> list[int]:
         """Every id of the prompt (nodes first; the order does not matter to the sampler)."""
         ids = [id for node in self.prompt.nodes for id in node.run.ids[: node.run.used]]

@@ -359,9 +359,7 @@ class Runner:
         outcome = self._fetcher.load(run)
         if isinstance(outcome, StoredKV):
             return outcome, Origin(Tier.DISK, outcome.nbytes)
-        kv, write = self._computer.compute(run)
-        write.done.result()
-        return kv, Origin(Tier.NONE, 0, reason_of(outcome, run.source))
+        return self._computer.compute(run), Origin(Tier.NONE, 0, reason_of(outcome, run.source))
 
     @torch.inference_mode()
     def look(

@@ -20,7 +20,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from functools import partial
 
 from lazyrag.engine.answer import PassTask, Task
 from lazyrag.engine.forward import NextTokens
@@ -251,10 +250,7 @@ class Scheduler:
             heapq.heapify(self._waiting)
 
     def _end(self, task: Task, outcome: Outcome | BaseException) -> None:
-        """Give back what a request held, then tell its reader in any case.
-
-        A good outcome is told once the nodes that were computed for it are in the store.
-        """
+        """Give back what a request held, then tell its reader in any case."""
         if task in self._running:
             self._running.remove(task)
         if not self._running:
@@ -264,12 +260,7 @@ class Scheduler:
             if started is not None:
                 self._runner.end(started)
         finally:
-            if started is None or isinstance(outcome, BaseException):
-                task.conclude(outcome)
-            else:
-                started.placed.when_stored(
-                    partial(task.conclude, outcome), task.request.seconds_left
-                )
+            task.conclude(outcome)
 
 
 def _passes(batch: Pass) -> Sequence[Pass]:

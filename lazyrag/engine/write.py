@@ -1,18 +1,26 @@
-"""Storing computed nodes beside the forward passes: one thread, a bounded line."""
+"""Storing computed nodes beside everything else: nobody waits for it but who asks to.
+
+A node is kept in host memory first, where the next request finds it, and its file is written from
+there.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
+from lazyrag.engine.host import HostTier
+from lazyrag.engine.metrics import Metrics
+from lazyrag.store import StoredKV
 from lazyrag.types import NodeKey
 
-BACKLOG_BYTES = 2**30
-"""KV that waits to be stored; above it nothing more is computed."""
+KEEP_THREADS = 2
+WRITE_THREADS = 4
 
 logger = logging.getLogger("lazyrag")
 
@@ -23,59 +31,103 @@ class Write:
 
     Attributes:
         key: which node.
-        nbytes: of K and V.
-        done: set when it is stored, or could not be.
+        kv: raw; in memory of the host tier if that keeps it.
+        bring_s: seconds to bring it back into host memory.
+        put: stores it; may find that it was released.
+        done: set when it is stored, or will not be.
         released: whether it was released meanwhile.
+        begun: how many of its two steps.
     """
 
     key: NodeKey
-    nbytes: int
+    kv: StoredKV
+    bring_s: float
+    put: Callable[[Write], None]
     done: Future[None] = field(default_factory=Future)
     released: bool = False
+    begun: int = 0
 
 
 class Writer:
-    """Runs the jobs that store nodes, one after the other. Thread-safe.
+    """A line of nodes, each kept in host memory and then stored, by a few threads. Thread-safe.
 
     Args:
-        notify: called, from any thread, whenever one has ended.
+        host: keeps nodes.
+        most_bytes: of KV in line that host memory does not hold anyway; above it no more is taken.
+        metrics: counts what is not stored.
+
+    Attributes:
+        released: nodes that were found to be released when they should have been stored.
     """
 
-    def __init__(self, notify: Callable[[], None] = lambda: None) -> None:
-        self.notify = notify
+    def __init__(self, host: HostTier, most_bytes: int, metrics: Metrics) -> None:
+        self._host = host
+        self._most_bytes = most_bytes
+        self._metrics = metrics
         self._start_anew()
 
     def _start_anew(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._executor: Executor | None = None
+        self._executors: dict[int, Executor] = {}  # by their number of threads
         self._waiting: set[Write] = set()
+        self._was_full = False
+        self.released: deque[NodeKey] = deque()
 
     def _check_process(self) -> None:
-        """A fork leaves the thread behind, and what it was at."""
+        """A fork leaves threads behind, and what they were at."""
         if self._pid != os.getpid():
             self._start_anew()
 
     @property
-    def full(self) -> bool:
-        """Whether so much waits that nothing more should be computed."""
+    def nbytes(self) -> int:
+        """KV that is not stored yet."""
         with self._lock:
-            return sum(one.nbytes for one in self._waiting) > BACKLOG_BYTES
+            return sum(one.kv.nbytes for one in self._waiting)
 
-    def write(self, key: NodeKey, nbytes: int, job: Callable[[Write], None]) -> Write:
-        """Run ``job`` in the thread; without one that can be started, here."""
+    def write(
+        self, key: NodeKey, kv: StoredKV, bring_s: float, put: Callable[[Write], None]
+    ) -> bool:
+        """Have a node kept and stored; one that is in line already has its place.
+
+        Args:
+            key, kv, bring_s, put: see `Write`; ``put`` is called in another thread.
+
+        Returns:
+            False when the line is full: it is neither kept nor stored.
+        """
         self._check_process()
-        write = Write(key, nbytes)
+        new = Write(key, kv, bring_s, put)
         with self._lock:
-            self._waiting.add(write)
-        try:
-            self._thread().submit(self._run, write, job)
-        except RuntimeError:
-            self._run(write, job)
-        return write
+            if any(one.key == key and not one.released for one in self._waiting):
+                return True
+            held = (one for one in self._waiting if self._host.get(one.key) is not one.kv)
+            full = sum(one.kv.nbytes for one in held) > self._most_bytes
+            if not full:
+                self._waiting.add(new)
+            tell, self._was_full = full and not self._was_full, self._was_full or full
+        if full:
+            self._metrics.not_stored()
+        else:
+            self._submit(KEEP_THREADS, self._keep, new)
+        if tell:
+            logger.warning(
+                "nodes are computed faster than they are stored: with more than %d MB in line they "
+                "are used but not stored. From now on such nodes are only counted (unstored_nodes "
+                "of Engine.stats()).",
+                self._most_bytes // 10**6,
+            )
+        return not full
+
+    def flush(self) -> None:
+        """Return when everything that is in line now is stored, or could not be."""
+        self._check_process()
+        with self._lock:
+            waiting = [write.done for write in self._waiting]
+        wait(waiting)
 
     def forget(self, key: NodeKey) -> None:
-        """The node was released."""
+        """The node was released; to be called before the host tier forgets it."""
         self._check_process()
         with self._lock:
             for write in self._waiting:
@@ -83,26 +135,60 @@ class Writer:
                     write.released = True
 
     def close(self) -> None:
-        """Finish what is in line and end the thread."""
+        """Finish what is in line and end the threads."""
         self._check_process()
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.shutdown(wait=True)
+        for threads in (KEEP_THREADS, WRITE_THREADS):  # what is kept goes on to be written
+            with self._lock:
+                executor = self._executors.pop(threads, None)
+            if executor is not None:
+                executor.shutdown(wait=True)
 
-    def _thread(self) -> Executor:
+    def _submit(self, threads: int, step: Callable[[Write], None], write: Write) -> None:
+        try:
+            self._executor(threads).submit(step, write)
+        except RuntimeError:  # no thread can be started: here; the job may be in line all the same
+            step(write)
+
+    def _executor(self, threads: int) -> Executor:
         with self._lock:
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, thread_name_prefix="lazyrag-write")
-            return self._executor
+            if threads not in self._executors:
+                pool = ThreadPoolExecutor(threads, thread_name_prefix="lazyrag-write")
+                self._executors[threads] = pool
+            return self._executors[threads]
 
-    def _run(self, write: Write, job: Callable[[Write], None]) -> None:
-        if not write.done.set_running_or_notify_cancel():
+    def _begins(self, write: Write, step: int) -> bool:
+        """Whether nobody else has begun this step."""
+        with self._lock:
+            begins, write.begun = write.begun < step, max(write.begun, step)
+            return begins
+
+    def _keep(self, write: Write) -> None:
+        if not self._begins(write, 1):
             return
         try:
-            job(write)
+            write.kv = self._host.keep(write.key, write.kv, write.bring_s)
         except Exception as error:
+            logger.warning("node %s is not kept in host memory: %r", write.key, error)
+        self._forget_released(write)
+        self._submit(WRITE_THREADS, self._store, write)
+
+    def _store(self, write: Write) -> None:
+        if not self._begins(write, 2):
+            return
+        try:
+            if not write.released:
+                write.put(write)
+        except Exception as error:
+            self._metrics.not_stored()
             logger.warning("node %s is used but not stored: %r", write.key, error)
+        if self._forget_released(write):
+            self.released.append(write.key)
         with self._lock:
             self._waiting.discard(write)
         write.done.set_result(None)
-        self.notify()
+
+    def _forget_released(self, write: Write) -> bool:
+        """`forget` marks it, then the host tier is cleared: one of the two does."""
+        if write.released:
+            self._host.forget(write.key)
+        return write.released

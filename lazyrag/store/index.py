@@ -97,9 +97,16 @@ class NewText:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """What went with its last reference: texts, and nodes."""
+    """What went with its last reference.
+
+    Attributes:
+        texts: that were registered.
+        keys: of nodes that no text stands for any more.
+        nodes: those of them that were stored.
+    """
 
     texts: list[TextId]
+    keys: list[NodeKey]
     nodes: list[NodeKey]
 
 
@@ -247,7 +254,9 @@ class StoreIndex:
                     db.execute("DELETE FROM texts WHERE id = ?", (id,))
                     texts.append(id)
                     keys.add(NodeKey(bytes(row[0])))
-            return Released(texts, _remove_unnamed(db, keys))
+            named = "SELECT 1 FROM texts WHERE key = ?"
+            unnamed = [key for key in keys if not db.execute(named, (key.digest,)).fetchone()]
+            return Released(texts, unnamed, _remove_unnamed(db, unnamed))
 
     def _drop_references(
         self, db: sqlite3.Connection, encoding: bytes, kept: Mapping[Reference, Iterable[str]]

@@ -143,6 +143,7 @@ def test_another_form_of_a_node_is_encoded_at_its_first_use(engine: Engine):
     second = engine.chat(messages, max_new_tokens=4)
     assert statuses(second) == [("reused", None)]
     assert second.token_ids == first.token_ids
+    engine.flush()
     assert engine.store.stats().nodes == 2
 
 
@@ -173,6 +174,7 @@ def test_segments_name_nodes_by_key_or_text(engine: Engine):
     assert statuses(by_key) == statuses(by_text) == [("reused", None)]
     new = engine.generate([Node(text=text(9)), Live(text=" So?")], max_new_tokens=1)
     assert statuses(new) == [("recomputed", "not stored")]
+    engine.flush()
     again = engine.generate([Node(key=engine.key_of(text(9))), Live(text="?")], max_new_tokens=1)
     assert statuses(again) == [("reused", None)]
     assert statuses(engine.chat(question(text(9)), max_new_tokens=1)) == [("reused", None)]
@@ -198,6 +200,7 @@ def test_a_damaged_node_is_computed_anew(checkpoint, tmp_path: Path, damage, rea
         answer = engine.chat(question(*map(text, range(3))), max_new_tokens=8)
         assert [node.reason for node in answer.report.nodes] == [None, reason, None]
         assert answer.token_ids == expected.token_ids
+        engine.flush()
         assert engine.store.verify() == [], "it was stored again"
     with Engine.from_pretrained(checkpoint("llama"), store=tmp_path / "kv") as engine:
         answer = engine.chat(question(*map(text, range(3))), max_new_tokens=8)
@@ -214,6 +217,7 @@ def test_a_full_disk_does_not_stop_an_answer(engine: Engine, monkeypatch, caplog
     monkeypatch.setattr(store_module, "write_node", full)
     answer = engine.chat(question(text(1)), max_new_tokens=2)
     assert statuses(answer) == [("recomputed", "first use")]
+    engine.flush()
     assert "not stored" in caplog.text
     with pytest.raises(StoreError, match="No space left"):
         engine.precompute([text(5)])

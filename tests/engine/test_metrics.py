@@ -64,6 +64,7 @@ def busy() -> Metrics:
     metrics.moved(Tier.DISK, Tier.DEVICE, 3_000, 0.5)
     metrics.moved(Tier.DISK, Tier.DEVICE, 1_000, 0.5)
     metrics.encoded(60, 0.25)
+    metrics.not_stored()
     metrics.evicted(Tier.DEVICE, 2, 5_000)
     return metrics
 
@@ -104,6 +105,7 @@ def test_everything_is_counted_once():
     assert set(stats.computed_by_reason) == set(Reason)
     assert (stats.tokens_reused, stats.live_tokens_reused, stats.tokens_computed) == (500, 7, 130)
     assert (stats.encoded_tokens, stats.encode_s) == (60, 0.25)
+    assert stats.unstored_nodes == 1
     (moved,) = stats.movements
     assert (moved.source, moved.target, moved.moves) == ("disk", "device", 2)
     assert (moved.nbytes, moved.seconds) == (4_000, 1.0)
@@ -278,6 +280,7 @@ def test_prometheus_is_told_the_same():
     assert value(told, "lazyrag_tokens_computed_total") == 130
     assert value(told, "lazyrag_encoded_tokens_total") == 60
     assert value(told, "lazyrag_encode_seconds_total") == 0.25
+    assert value(told, "lazyrag_nodes_unstored_total") == 1
     assert value(told, "lazyrag_evicted_nodes_total", tier="device") == 2
     assert value(told, "lazyrag_evicted_bytes_total", tier="device") == 5_000
 

@@ -120,6 +120,7 @@ def test_aliases_have_the_reference_of_their_node(engine: Engine):
         assert statuses(engine.chat(question(form), max_new_tokens=1)) == [
             ("recomputed", "first use")
         ]
+    engine.flush()
     assert engine.store.stats().nodes == 4
     assert engine.release([FIRST]) == 2
     assert engine.chat(question(text(1), text(3)), max_new_tokens=1).report.nodes == []
@@ -134,6 +135,7 @@ def test_what_was_registered_without_a_reference_is_never_dropped(engine: Engine
         engine.precompute([text(1)])
     elif for_good == "given":
         engine.generate([Node(text=text(1)), Live(text="?")], max_new_tokens=1)
+        engine.flush()
     engine.precompute([NodeText(text(1), reference=FIRST)])
     if for_good == "after":
         engine.precompute([text(1)])
@@ -156,6 +158,7 @@ def test_a_changed_document_keeps_what_it_still_consists_of(engine: Engine):
     engine.precompute([*old, NodeText(text(9), reference=SECOND)])
     for number in (1, 2):  # aliases become nodes
         engine.chat(question(text(number)), max_new_tokens=1)
+    engine.flush()
     engine.precompute(new)
     ignored = [text(2), NodeText(text(2)), NodeText(text(2), reference=SECOND)]
     assert engine.release([FIRST], keep=[*new, *ignored]) == 3
@@ -425,6 +428,7 @@ def test_a_registered_text_is_encoded_at_its_first_use(engine: Engine):
     assert statuses(engine.chat(question(text(1)), max_new_tokens=1)) == [
         ("recomputed", "first use")
     ]
+    engine.flush()
     assert engine.release([FIRST]) == 2
     assert statuses(engine.chat(question(text(2)), max_new_tokens=1)) == [("reused", None)]
 
@@ -435,6 +439,7 @@ def test_registering_leaves_what_is_known_as_it_is(engine: Engine):
     assert engine.register([text(1), NodeText(text(1), (text(2),), reference=SECOND)]) == 1
     engine.store.file(key).unlink()
     assert statuses(engine.chat(question(text(1)), max_new_tokens=1)) == [("recomputed", "missing")]
+    engine.flush()
     assert engine.release([FIRST]) == 1
     assert engine.chat(question(text(1)), max_new_tokens=1).report.nodes == []
     assert engine.release([SECOND]) == 0

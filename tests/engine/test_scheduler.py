@@ -47,7 +47,6 @@ from lazyrag.engine.report import NodeStatus, Reason, Tier
 from lazyrag.engine.runner import Runner, UnderWay
 from lazyrag.engine.scheduler import Scheduler
 from lazyrag.engine.sequence import PagedSequence
-from lazyrag.engine.write import Write
 from lazyrag.store import LoadFailure, StoredKV
 from lazyrag.store import store as store_module
 from tests.support.close import assert_close, assert_far
@@ -537,7 +536,6 @@ class _Computer:
     def __init__(self, fetcher: _Fetcher) -> None:
         self._fetcher = fetcher
         self.failure: BaseException | None = None
-        self.must_wait = False
 
     def forget(self, key) -> None:
         pass
@@ -549,9 +547,10 @@ class _Computer:
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
-        write = Write(run.key, 1)
-        write.done.set_result(None)
-        return self._fetcher.zeros(run), write
+        return self._fetcher.zeros(run)
+
+    def released(self):
+        return iter(())
 
 
 class _Pass(EagerLaunched):
@@ -696,10 +695,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def change_the_disk(self, slow: bool) -> None:
         self.fetcher.slow = slow
 
-    @rule(full=st.booleans())
-    def change_the_line_of_the_writer(self, full: bool) -> None:
-        self.computer.must_wait = full
-
     @rule()
     def read_on(self) -> None:
         self.fetcher.deliver()
@@ -730,7 +725,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.scheduler.idle:
                 break
             self.fetcher.deliver()
-            self.computer.must_wait = False
             self.step_once()
         assert self.scheduler.idle and not self.open(), "somebody waits for ever"
         assert all(len(reader.outcomes) == 1 for _, reader in self.answers)

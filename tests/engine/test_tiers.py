@@ -16,15 +16,13 @@ from lazyrag import Engine, Live, ModelError, Node, NodeText, Reference, Request
 from lazyrag.engine import fetch as fetch_module
 from lazyrag.engine import host as host_module
 from lazyrag.engine import worker as worker_module
-from lazyrag.engine import write as write_module
 from lazyrag.engine.costs import Costs, Speed
 from lazyrag.engine.generation import GenerationStream
 from lazyrag.engine.host import HostTier
-from lazyrag.engine.nodes import Arrival, Placed
 from lazyrag.engine.report import Reason, Tier
 from lazyrag.engine.request import Request
 from lazyrag.engine.send import Sender, Sent
-from lazyrag.engine.write import Write, Writer
+from lazyrag.engine.write import Writer
 from lazyrag.prompt.segments import NodeRun
 from lazyrag.store import KVStore, StoredKV
 from lazyrag.types import NodeKey, Segment
@@ -252,22 +250,6 @@ def test_computing_many_nodes_does_not_stop_answers_being_written(open_engine: O
     assert len(computed) == 5 and sorted(set(computed)) == computed, "one pass after each"
 
 
-def test_a_computed_node_is_in_the_store_when_its_answer_is(open_engine, monkeypatch):
-    engine = open_engine()
-    publish = KVStore.publish
-
-    def slow(store, encoding, nodes):
-        time.sleep(0.3)
-        publish(store, encoding, nodes)
-
-    monkeypatch.setattr(KVStore, "publish", slow)
-    stream = engine.stream(prompt(60), max_new_tokens=8)
-    first = next(stream)
-    assert first and not engine.store.has(key(engine, 60)), "the answer begins before"
-    stream.read()
-    assert engine.store.has(key(engine, 60))
-
-
 def test_io_threads_that_cannot_start_mean_computing(open_engine, monkeypatch):
     engine = open_engine()
 
@@ -275,7 +257,7 @@ def test_io_threads_that_cannot_start_mean_computing(open_engine, monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(fetch_module.Fetcher, "_executor", refused)
-    monkeypatch.setattr(Writer, "_thread", refused)
+    monkeypatch.setattr(Writer, "_executor", refused)
     report = engine.generate(prompt(1), max_new_tokens=1).report
     assert [node.reason for node in report.nodes] == [Reason.UNREADABLE]
     assert engine.generate(prompt(61), max_new_tokens=1).token_ids
@@ -314,6 +296,7 @@ def test_host_memory_stays_within_its_budget(open_engine: OpenEngine):
 def test_a_computed_node_is_kept_in_host_memory(open_engine: OpenEngine):
     engine = open_engine(host_bytes=2**20)
     expected = engine.generate(prompt(70), max_new_tokens=5).token_ids
+    engine.flush()
     assert key(engine, 70) in engine._host
     engine._worker.call(lambda: engine._pool.drop(key(engine, 70)))
     answer = engine.generate(prompt(70), max_new_tokens=5)
@@ -671,36 +654,6 @@ def test_pinning_does_not_stop_answers_being_written(open_engine: OpenEngine, di
     check_all_back(engine)
 
 
-def test_an_outcome_waits_for_any_number_of_stores_and_no_longer():
-    """Whether they are stored before, after or never; the outcome is told once."""
-    for count, done in ((0, 0), (1, 1), (2_000, 2_000), (2_000, 1_999), (3, 0)):
-        writes = [Write(NodeKey(bytes(32)), 1) for _ in range(count)]
-        placed = Placed(
-            arriving={
-                NodeKey(n.to_bytes(32, "big")): Arrival(None, None, (0, 0), write=write)  # type: ignore[arg-type]
-                for n, write in enumerate(writes)
-            }
-        )
-        told: list[int] = []
-        for write in writes[:done]:
-            write.done.set_result(None)
-        placed.when_stored(lambda told=told: told.append(1), None)
-        assert told == [1] * (done == count)
-        for write in writes[done:]:
-            assert told == []
-            write.done.set_result(None)
-        assert told == [1]
-
-
-def test_a_time_limit_does_not_wait_for_the_store(open_engine: OpenEngine, monkeypatch):
-    engine = open_engine()
-    go = held_stores(monkeypatch)
-    answer = engine.generate(prompt(60), max_new_tokens=2, timeout_s=3.0)
-    assert answer.token_ids and not engine.store.has(key(engine, 60))
-    go.set()
-    wait_for(lambda: engine.store.has(key(engine, 60)))
-
-
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, KeyError, MemoryError])
 def test_whatever_goes_wrong_in_a_read_is_computed(open_engine, monkeypatch, kind):
     engine = open_engine()
@@ -759,19 +712,6 @@ def test_storing_does_not_hold_reading_up(open_engine: OpenEngine, monkeypatch):
     assert tiers(engine, 1) == ["disk"], "while nothing could be stored"
     go.set()
     many.read()
-
-
-def test_no_more_is_computed_than_can_be_stored(open_engine: OpenEngine, monkeypatch):
-    monkeypatch.setattr(write_module, "BACKLOG_BYTES", 3 * 110 * 768)
-    engine = open_engine()
-    go = held_stores(monkeypatch)
-    many = engine.stream(prompt(*range(60, 70)), max_new_tokens=1)
-    many.begin()
-    wait_for(lambda: len(engine._writer._waiting) == 4)
-    assert tiers(engine, 1) == ["disk"], "others go on"
-    assert len(engine._writer._waiting) == 4
-    go.set()
-    assert many.read().report.nodes_recomputed == 10
 
 
 def test_the_urgent_are_computed_first_and_one_of_each_request_in_turn(open_engine):

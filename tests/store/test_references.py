@@ -153,6 +153,15 @@ def test_a_node_goes_with_the_last_text_that_stands_for_it(store: KVStore):
     assert release(store, SECOND) == [key]
 
 
+def test_a_release_names_nodes_that_were_never_stored(store: KVStore):
+    stored, absent, kept = publish(store, 1), *(node_key(ENCODING, [n]) for n in (2, 3))
+    for name, one in (("stored", stored), ("absent", absent), ("kept", kept)):
+        register(store, name, one, FIRST)
+    register(store, "kept under another name", kept, SECOND)
+    released = store.release(ENCODING, {FIRST: ()})
+    assert set(released.keys) == {stored, absent} and released.nodes == [stored]
+
+
 def test_an_alias_that_was_never_stored_goes_too(store: KVStore):
     register(store, "alias", node_key(ENCODING, [5]), FIRST, alias=True)
     released = store.release(ENCODING, {FIRST: ()})

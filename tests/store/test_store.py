@@ -9,6 +9,8 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -189,6 +191,30 @@ def test_a_failed_write_leaves_nothing_and_keeps_what_was_written(store: KVStore
         store.publish(ENCODING.digest, nodes)
     assert [store.has(node.key) for node in nodes] == [True, False, False]
     assert store.verify() == []
+
+
+@pytest.mark.parametrize("opened", [1, 2], ids=["one store", "as two processes"])
+def test_threads_that_publish_the_same_nodes_leave_them_whole(tmp_path: Path, opened: int):
+    """Some equal, some not, in different orders; a reader meanwhile sees a node whole or not."""
+    stores = [KVStore.open(tmp_path / "kv") for _ in range(opened)]
+    nodes = [make([number, number + 1]) for number in range(12)]
+    together = threading.Barrier(8)
+
+    def publish(number: int) -> None:
+        store = stores[number % opened]
+        mine = nodes[number:] + nodes[:number]
+        together.wait(20)
+        for node in mine:
+            store.publish(ENCODING.digest, [node])
+            found = store.load(mine[-1].key, mine[-1].kv.ids)
+            assert found is LoadFailure.ABSENT or isinstance(found, StoredKV)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(publish, range(8)))
+    assert stores[0].stats().nodes == 12 and stores[0].stats().quarantined == 0
+    assert stores[0].verify() == []
+    for store in stores:
+        store.close()
 
 
 def test_too_little_space_is_said_before_writing(store: KVStore, monkeypatch):
