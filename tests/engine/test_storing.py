@@ -102,7 +102,7 @@ def open_engine(checkpoint, tmp_path: Path, disk: Disk) -> Iterator[Callable[...
 
 @pytest.fixture
 def engine(open_engine) -> Engine:
-    return open_engine()
+    return open_engine(host_bytes=0)
 
 
 def in_thread(work: Callable[[], None]) -> threading.Thread:
