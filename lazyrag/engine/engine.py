@@ -85,8 +85,8 @@ CALIBRATION_TEXTS = 512
 HOST_BYTES, HOST_SHARE = 64 * 2**30, 4
 """Beside a GPU at most so much of the host's memory, and one part in so many of it, keeps nodes."""
 STORING_BYTES, STORING_SHARE = 2**30, 16
-"""KV that waits to be stored and that host memory does not hold takes at most so much, or one part
-in so many of the memory: seconds of computing ahead of a disk, small beside the other tiers."""
+"""KV that waits to be stored and that host memory does not hold takes at most the larger of so much
+and one part in so many of the memory: seconds of computing ahead of a disk."""
 POOL_WINDOWS = 8
 """The pool holds at most this many full context windows unless told otherwise."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lazyrag.engine.attention import paged_attention
 from lazyrag.engine.fill import PageFiller
 from lazyrag.engine.forward import run
-from lazyrag.engine.mass import MassStep, Rows
+from lazyrag.engine.mass import LayersDone, MassStep, Rows
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.sequence import PagedSequence, SeenNode
 from lazyrag.errors import RequestError
@@ -120,7 +120,7 @@ class Passes:
         return readings
 
     def look(self, trials: Sequence[Trial], layers: Collection[int]) -> list[dict[int, Tensor]]:
-        """Read prompts only to see which nodes their last rows attend to.
+        """Read prompts, up to the last of ``layers``, to see which nodes their last rows attend to.
 
         Returns:
             Of each, by layer, fp32 [q_heads, rows, nodes], see `MassStep`.
@@ -132,7 +132,7 @@ class Passes:
         pool, geometry = self._pool, self._model.geometry
 
         def measured(step: seam.AttentionStep, rows: Sequence[Rows]) -> MassStep:
-            made = MassStep(step, rows, pool, geometry, layers, ranks=self._model.ranks)
+            made = MassStep(step, rows, pool, geometry, layers, stop=True, ranks=self._model.ranks)
             owners = [sequence for sequence, _, _ in rows]
             found.update(zip(owners, made.masses, strict=True))
             return made
@@ -238,7 +238,11 @@ class Passes:
         for (_, tokens, _), count in zip(rows, wanted, strict=True):
             stop += len(tokens)
             index += range(stop - count, stop)
-        return list(run(self._model, ids, step, index).split(list(wanted)))
+        try:
+            logits = run(self._model, ids, step, index)
+        except LayersDone:  # who wraps the attention has seen enough
+            logits = torch.empty(len(index), 0)
+        return list(logits.split(list(wanted)))
 
 
 def write_nodes(filler: PageFiller, encoded: Sequence[StoredKV], places: Sequence[Pages]) -> None:
