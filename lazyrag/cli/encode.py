@@ -271,6 +271,10 @@ def parts_of(text: str) -> Iterator[str]:
 
 def _calibrate(engine: Engine) -> None:
     """Once per model, as soon as there are passages to do it with; what goes wrong is no loss."""
+    from lazyrag.engine.calibrate import NODES
+
+    if engine.store.stats().nodes < NODES:
+        return
     say("Looking, once per model, which attention heads find the passages a question needs ...")
     try:
         engine.calibrate()

@@ -73,12 +73,10 @@ def open_session(
 
     from lazyrag import Engine
     from lazyrag.cli.vectors import Vectors, load_embedding
-    from lazyrag.store import KVStore
 
     vectors = Vectors(place.chroma_path) if place.chroma_path.exists() else None
     if vectors is None or not vectors.count():
-        stored = KVStore.open(place.kv_path).stats().nodes if place.kv_path.exists() else 0
-        if stored:
+        if stored := _stored_nodes(place):
             raise StoreError(
                 f"no file is in the index {place.path} as a whole yet ({stored:,} passages are "
                 "stored): its ingestion is still running, or was interrupted. The same "
@@ -101,6 +99,19 @@ def open_session(
         index = VectorStoreIndex.from_vector_store(vectors.store(), embed_model=embedding)
         with _counting(llm.tokenizer):
             yield Session(settings, engine, llm, index)
+
+
+def _stored_nodes(place: Index) -> int:
+    from lazyrag.store import KVStore
+
+    try:
+        store = KVStore.open(place.kv_path, create=False)
+    except StoreError:
+        return 0
+    try:
+        return store.stats().nodes
+    finally:
+        store.close()
 
 
 @contextmanager

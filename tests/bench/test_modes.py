@@ -19,19 +19,8 @@ from lazyrag.bench.table import write_csv
 from lazyrag.bench.ttft import weight_bytes
 from lazyrag.cli.main import app
 from lazyrag.engine.forward import NextTokens
+from tests.bench.shape import SHAPE
 
-SHAPE = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.2,
-}
 ORDERS = [(2, 0), (1, 3), (2, 1), (0,)]
 
 

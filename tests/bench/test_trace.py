@@ -30,20 +30,9 @@ from lazyrag.bench.trace_run import (
     send,
 )
 from lazyrag.bench.trace_settings import Mode, Part, Settings, Start
+from tests.bench.shape import SHAPE
 from tests.support.interpreter import run_interpreted
 
-SHAPE = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.2,
-}
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 NODE_BYTES = 32 * TOKEN_BYTES
 SETTINGS = Settings(
