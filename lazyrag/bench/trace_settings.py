@@ -78,7 +78,7 @@ class Settings:
 
     seed: int = 0
     modes: tuple[Mode, ...] = tuple(Mode)
-    seconds: float = 5.0
+    seconds: float = 4.0
     rate: float | None = None
     alphas: tuple[float, ...] = (0.0, 1.1, 2.1)
     zipf_alphas: tuple[float, ...] = (1.1, 2.1)

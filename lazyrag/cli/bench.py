@@ -151,7 +151,7 @@ def trace(
     ] = list(Mode),  # noqa: B006
     seconds: Annotated[
         float, typer.Option(min=0.1, max=20, metavar="S", help="Of runs that go on for a time.")
-    ] = 5.0,
+    ] = 4.0,
     clients: Annotated[
         int, typer.Option(min=1, max=256, metavar="N", help="Of the closed loop of `compare`.")
     ] = 16,

@@ -57,8 +57,6 @@ class Choice:
 
     def fetch(self) -> list[int | Exception | None]:
         """An id a row, or what went wrong with that row alone; waits for the pass."""
-        if not any(self._samplers):
-            return [None] * len(self._samplers)
         outcomes: list[int | Exception | None] = []
         for row, (sampler, id, top) in enumerate(
             zip(self._samplers, *self._launched.fetch(), strict=True)

@@ -2,8 +2,8 @@
 
 A pass is three things in line on the device: small arrays from pinned memory (ids, slots, positions
 and the plan of attention), the decoder over a bucket of tokens, the head over a bucket of wanted
-rows. Nothing waits for the device but `GraphLaunched.fetch`, and that for its own pass only, so
-that a pass may be planned and launched while the one before it still runs.
+rows. Only `GraphLaunched.fetch` waits for the device, for its own pass, so that one may be planned
+and launched while the one before it still runs. (Whoever reads logits waits for all in line.)
 
     inputs   int32 [5, bucket]     ids, rows of the choice before, slots, positions, wanted rows
     hidden   [most, hidden_size]   the wanted rows, from the decoder to the head

@@ -159,7 +159,7 @@ class NodePlacer:
         pool = self._pool
         known: list[LiveKey] = []
         for name in live_names:
-            if name not in pool:
+            if name not in pool or pool.entry(name).released:
                 break
             known.append(name)
         needed = {run.key: run for run in runs}

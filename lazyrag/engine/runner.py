@@ -289,6 +289,13 @@ class Runner:
             self._named = prompt, reusable_names(prompt, self.pool.page_size, request.scale)
         return self._named[1]
 
+    def distrust(self, started: Started) -> None:
+        """Something came out wrong: no live text that it was made of serves other requests."""
+        for name in started.placed.live_names:
+            self.pool.drop(name)
+        if isinstance(started.sequence, PagedSequence):
+            started.sequence.distrust()
+
     def end(self, started: Started) -> None:
         """Give everything back that a request held."""
         if isinstance(started.sequence, PagedSequence):

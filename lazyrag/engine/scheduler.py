@@ -92,8 +92,8 @@ class Scheduler:
         Returns:
             False when nothing could be done: every request waits for nodes that are being read.
         """
-        self._drop(self._given_up)
         delivered = self._deliver(wait=False)
+        self._drop(self._given_up)
         admitted = self._admit()
         if admitted:
             self._read_ahead()
@@ -129,9 +129,12 @@ class Scheduler:
         try:
             launched = self._runner.launch([rows for _, rows in batch])
         except BaseException as error:
+            self._deliver()
             self._fail(batch, error)
             return
         self._deliver()
+        if all(task.started is None for task, _ in batch):
+            return  # it is of nobody
         self._under_way = batch, launched
         if not launched.asynchronous:
             self._deliver()
@@ -151,6 +154,7 @@ class Scheduler:
                 continue
             try:
                 if isinstance(result, Exception):
+                    self._runner.distrust(task.started)
                     raise result
                 outcome = task.advance(result)
             except Exception as error:

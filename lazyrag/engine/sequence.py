@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from lazyrag_kernels.attention import Batch, CpuStep, LiveSpan, NodeSpan, Pages, RequestRows
 from lazyrag_kernels.kv_write import write_kv
@@ -72,7 +71,7 @@ class PagedSequence:
         self._positions = torch.empty(live_capacity, dtype=torch.int64)
         self._where = self._positions.numpy()  # the same memory
         self._where[: self.reused] = positions
-        self._slots = _host_slots(live_pages, live_capacity, pool.page_size)
+        self._slots = pool.host_slots(live_pages, 0, live_capacity)
         self._length = self.reused
 
     def rows(self, positions: Sequence[int]) -> tuple[RequestRows, Tensor]:
@@ -132,6 +131,12 @@ class PagedSequence:
                 self._published.append(name)
                 del self._own[page]
 
+    def distrust(self) -> None:
+        """Something came out wrong: nothing that was computed here serves later requests."""
+        self._names = None
+        for name in self._published:
+            self._pool.drop(name)
+
     def release(self) -> None:
         """Give the request's own pages back; what serves others is only left.
 
@@ -141,12 +146,6 @@ class PagedSequence:
         self._pool.release(tuple(self._own))
         for name in reversed(self._published):  # the first pages serve the most requests
             self._pool.leave(name)
-
-
-def _host_slots(pages: Pages, count: int, page_size: int) -> Tensor:
-    inside = np.arange(page_size)
-    slots = (np.array(pages, np.int64).reshape(-1, 1) * page_size + inside).reshape(-1)
-    return torch.from_numpy(slots[:count])
 
 
 class PagedStep:

@@ -73,6 +73,7 @@ class Ranks:
         self._serving = self._closed = False
         self._lock = threading.RLock()
         self._watchers: list[threading.Thread] = []
+        self._pid = os.getpid()
 
     @classmethod
     def join(cls, device: torch.device) -> Ranks | None:
@@ -126,6 +127,11 @@ class Ranks:
             raise ModelError(f"the {count} ranks did not meet: {_first_line(error)}") from error
 
     @property
+    def _forked(self) -> bool:
+        """Whether this is not the process that joined: what talks to the others stayed there."""
+        return self._pid != os.getpid()
+
+    @property
     def leads(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
@@ -176,6 +182,7 @@ class Ranks:
         Raises:
             LazyRagError: the group has failed, now or before; names the rank if one has died.
         """
+        self.check()  # a forked process has a lock that nobody may ever release
         with self._lock:
             self.check()
             self.in_step = True
@@ -188,18 +195,27 @@ class Ranks:
                 self.in_step = False
 
     def check(self) -> None:
-        """Refuse to go on with a group that has failed or was closed.
+        """Refuse to go on with a group that has failed, was closed, or is another process's.
 
         Raises:
             LazyRagError: says which rank, where that is known.
         """
+        if self._forked:
+            raise LazyRagError(
+                "this process was forked from one that shares its model with other ranks: it is "
+                "none of them. Ask in the process that opened the engine."
+            )
         if self._failure is not None:
             raise LazyRagError(f"{self._failure} Start the program again.")
         if self._closed:
             raise LazyRagError("this engine is closed, and its ranks have left.")
 
     def close(self) -> None:
-        """Leave the group; rank 0 lets the others go. Safe to call more than once."""
+        """Leave the group; rank 0 lets the others go. Safe to call more than once, and from a
+        forked process, which has left nothing.
+        """
+        if self._forked:
+            return
         if not self._lock.acquire(timeout=BLAME_S):  # a pass that never ends
             self._failure = self._failure or f"A pass over {self.count} ranks did not end."
             return

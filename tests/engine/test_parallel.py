@@ -6,6 +6,7 @@ On two GPUs: ``LAZYRAG_TEST_DEVICE=cuda python -m pytest tests/engine/test_paral
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import subprocess
@@ -296,6 +297,36 @@ def test_a_leader_that_ends_lets_the_others_go(shared, tmp_path: Path) -> None:
     leader, follower = run_ranks(cannot_begin, shared("llama"), tmp_path / "kv")
     assert (leader.code, follower.code) == (1, 0)
     assert "RequestError: pool_bytes=1 holds no page" in leader.result
+
+
+def forked(folder: Path, store: Path) -> tuple[int, str, bool]:
+    """A child of rank 0 asks, closes and exits as programs do; its code, and what it was told."""
+    said = store.with_suffix(".said")
+    with opened(folder, store, True) as engine:
+        first = engine.generate(prompt(0, 1), max_new_tokens=4)
+        child = os.fork()
+        if not child:
+            signal.alarm(30)  # it must not hang
+            try:
+                with engine:
+                    engine.generate(prompt(0, 1), max_new_tokens=4, timeout_s=5)
+            except LazyRagError as error:
+                said.write_text(str(error))
+            atexit._run_exitfuncs()
+            os._exit(7)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        again = engine.generate(prompt(0, 1), max_new_tokens=4)
+    return code, said.read_text(), again.token_ids == first.token_ids
+
+
+@on_cpu
+def test_a_forked_process_is_no_rank(shared, tmp_path: Path) -> None:
+    """It is told so at once, and those that share the model go on."""
+    leader, follower = run_ranks(forked, shared("llama"), tmp_path / "kv")
+    assert (leader.code, follower.code) == (0, 0), leader.result
+    code, said, equal = leader.result
+    assert (code, equal) == (7, True)
+    assert "was forked" in said
 
 
 def trouble(folder: Path, store: Path, how: str) -> tuple[float, list[str]]:

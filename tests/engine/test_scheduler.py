@@ -32,6 +32,7 @@ from hypothesis.stateful import (
 )
 
 from lazyrag import Engine, LazyRagError, Live, Node, RequestError
+from lazyrag.engine import choose as choose_module
 from lazyrag.engine import fetch as fetch_module
 from lazyrag.engine import scheduler as scheduler_module
 from lazyrag.engine import worker as worker_module
@@ -49,6 +50,7 @@ from lazyrag.engine.scheduler import Scheduler
 from lazyrag.engine.sequence import PagedSequence
 from lazyrag.store import LoadFailure, StoredKV
 from lazyrag.store import store as store_module
+from lazyrag.types import NodeKey
 from tests.support.close import assert_close, assert_far
 
 PAGE = 16
@@ -416,7 +418,7 @@ def test_an_answer_that_ended_has_a_row_that_nobody_reads(bench: Bench, monkeypa
     assert end > 3
     bench.runner.drop([node.key for node in whole.outcome.report.nodes])
     first, reader = bench.add(prompt(0), **options)
-    _, other = bench.add(prompt(1), **options)
+    _, other = bench.add(prompt(1), max_new_tokens=40)
     while not reader.outcomes:
         bench.step()
     assert bench.scheduler._under_way is not None
@@ -428,6 +430,128 @@ def test_an_answer_that_ended_has_a_row_that_nobody_reads(bench: Bench, monkeypa
     assert reader.outcome.finish_reason == "stop"
     assert isinstance(other.outcome, Generation)
     check_all_back(bench.engine)
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_a_pass_of_nobody_is_not_kept(bench: Bench, monkeypatch):
+    options = {"max_new_tokens": 40, "temperature": 1.5, "seed": 1}
+    _, whole = bench.add(prompt(0), **options)
+    bench.finish()
+    ending = replace(bench.engine._model, eos_ids=frozenset(whole.outcome.token_ids[20:21]))
+    monkeypatch.setattr(bench.engine, "_model", ending)
+    _, reader = bench.add(prompt(0), **options)
+    bench.finish()
+    assert reader.outcome.finish_reason == "stop"
+    assert bench.scheduler._under_way is None
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_parts_of_a_prompt_are_waited_for_as_well(bench: Bench, monkeypatch):
+    """Nothing is chosen in them; no more than two passes are under way all the same."""
+    monkeypatch.setattr(scheduler_module, "STEP_TOKENS", 16)
+    launched: list[EagerLaunched] = []
+    waited: set[int] = set()
+    ahead: list[int] = []
+    launch, fetch = bench.runner._packed.launch, EagerLaunched.fetch
+
+    def counted(batch):
+        launched.append(launch(batch))
+        ahead.append(sum(id(one) not in waited for one in launched))
+        return launched[-1]
+
+    def fetched(self):
+        waited.add(id(self))
+        return fetch(self)
+
+    monkeypatch.setattr(bench.runner._packed, "launch", counted)
+    monkeypatch.setattr(EagerLaunched, "fetch", fetched)
+    _, reader = bench.add(prompt(0, ask="x" * 300), max_new_tokens=2)
+    bench.finish()
+    assert isinstance(reader.outcome, Generation)
+    assert len(launched) > 15
+    assert max(ahead) == 2
+
+
+@pytest.mark.usefixtures("passes")
+def test_a_part_of_a_prompt_that_fails_late_is_that_request_s_failure(bench: Bench, monkeypatch):
+    monkeypatch.setattr(scheduler_module, "STEP_TOKENS", 48)
+    error, fetch = RuntimeError("broken"), EagerLaunched.fetch
+
+    def failing(self):
+        monkeypatch.setattr(EagerLaunched, "fetch", fetch)
+        raise error
+
+    monkeypatch.setattr(EagerLaunched, "fetch", failing)
+    _, reader = bench.add(prompt(0, ask="x" * 200), max_new_tokens=2)
+    bench.finish()
+    assert reader.outcome is error
+    assert all(isinstance(name, NodeKey) for name in bench.engine._pool._resident)
+    check_all_back(bench.engine)
+
+
+@pytest.mark.usefixtures("overlapping")
+@pytest.mark.parametrize("where", ["launch", "draw"])
+def test_a_launch_that_fails_leaves_the_pass_before_alone(bench: Bench, monkeypatch, where: str):
+    """What that one ended is delivered: its next row was one too many."""
+    options = {"max_new_tokens": 40, "temperature": 1.5, "seed": 1}
+    _, whole = bench.add(prompt(0), **options)
+    bench.finish()
+    ids = whole.outcome.token_ids
+    ending = replace(bench.engine._model, eos_ids=frozenset(ids[20:21]))
+    monkeypatch.setattr(bench.engine, "_model", ending)
+    passes = 0
+    owner, name = (
+        (bench.runner._packed, "launch") if where == "launch" else (choose_module, "draw_rows")
+    )
+    original = getattr(owner, name)
+
+    def failing(*arguments):
+        nonlocal passes
+        passes += 1
+        if passes == ids.index(ids[20]) + 2:
+            raise RuntimeError("broken")
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, name, failing)
+    _, reader = bench.add(prompt(0), **options)
+    bench.finish()
+    assert reader.outcome.token_ids == ids[: ids.index(ids[20]) + 1]
+    assert passes == ids.index(ids[20]) + 2
+    check_all_back(bench.engine)
+
+
+@pytest.mark.usefixtures("passes")
+def test_what_came_out_wrong_is_not_shared(bench: Bench, monkeypatch):
+    """K and V of a prompt became no numbers: the next request with this text computes it anew."""
+    ask = "x" * 100
+    embed = bench.engine._model.model.get_input_embeddings()
+    broken = embed.register_forward_hook(lambda module, inputs, out: out * float("nan"))
+    monkeypatch.setattr(scheduler_module, "STEP_TOKENS", 48)
+    _, first = bench.add(prompt(0, ask=ask), max_new_tokens=2)
+    bench.finish()
+    broken.remove()
+    assert "finite" in str(first.outcome)
+    _, second = bench.add(prompt(0, ask=ask), max_new_tokens=2)
+    bench.finish()
+    assert isinstance(second.outcome, Generation), second.outcome
+    assert second.outcome.report.live_tokens_reused == 0
+    _, third = bench.add(prompt(0, ask=ask), max_new_tokens=2)
+    bench.finish()
+    assert third.outcome.report.live_tokens_reused > 0
+    assert third.outcome.token_ids == second.outcome.token_ids
+    check_all_back(bench.engine)
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_an_answer_that_is_there_is_not_too_late(bench: Bench, monkeypatch):
+    answer, reader = bench.add(prompt(0), max_new_tokens=3, timeout_s=3600)
+    while not (answer.begun and answer.exhausted):
+        bench.step()
+    assert bench.scheduler._under_way is not None and not reader.outcomes
+    monkeypatch.setattr(EagerLaunched, "done", True)
+    object.__setattr__(answer.request, "deadline", time.perf_counter() - 1)
+    bench.finish()
+    assert isinstance(reader.outcome, Generation)
 
 
 @pytest.mark.usefixtures("overlapping")

@@ -70,7 +70,7 @@ def _open(model: LoadedModel, message: Message) -> _Here:
 
 def _launch(here: _Here, message: Message) -> None:
     for number in message["gone"]:
-        del here.sequences[number]
+        here.sequences.pop(number, None)  # its message may never have come
     for new in message["new"]:
         here.sequences[new["number"]] = made(here.pool, new)
     batch = []
