@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lazyrag.engine import mass as mass_module
 from lazyrag.engine.mass import LayersDone, MassStep
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.sequence import PagedSequence, PagedStep, SeenNode
@@ -48,8 +49,16 @@ def made(checkpoint, name: str, shift: int = 0):
     return geometry, pool, inner, rows, q, k
 
 
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [(8192, [[0, 1, 2]]), (66, [[0, 1], [2]]), (65, [[0], [1], [2]]), (1, [[0], [1], [2]])],
+)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral-window"])
-def test_masses_are_the_weights_of_attention(checkpoint, name: str):
+def test_masses_are_the_weights_of_attention(checkpoint, monkeypatch, name: str, keys: int, parts):
+    """Whether nodes are measured together or one by one."""
+    monkeypatch.setattr(mass_module, "KEYS", keys)
+    nodes = [SeenNode((), length, 0, 0) for length in LENGTHS]
+    assert list(mass_module._parts(nodes)) == parts
     geometry, pool, inner, rows, q, k = made(checkpoint, name)
     step = MassStep(inner, [rows], pool, geometry, [0, 2])
     for layer in (0, 2):

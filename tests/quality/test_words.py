@@ -95,12 +95,14 @@ LLAMA_INDEX = (
         ("<|im_start|>user\nRead:\n", "\n\n{}<|im_end|>\n<|im_start|>assistant\n"),
         (
             "<|im_start|>system\nRead:\n",
-            "<|im_end|>\n<|im_start|>user\nWho is Bello?<|im_end|>\n<|im_start|>assistant\nA dog."
+            "<|im_end|>\n<|im_start|>user\nWho are Felix and Bello, cat and dog? What sleeps, what "
+            "barks?<|im_end|>\n<|im_start|>assistant\nThe cat Felix sleeps, the dog Bello barks."
             "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
         ),
         ("Question: {}\nContext:\n", "\nAnswer:"),
+        ("The dog Bello barks, the cat Felix sleeps. Read of them:\n", "\n\n{}"),
     ],
-    ids=["template behind", "chat", "follow-up", "question first"],
+    ids=["template behind", "chat", "follow-up", "question first", "words before"],
 )
 @pytest.mark.parametrize(
     ("question", "best"), [("Where does Felix sleep?", 0), ("Why does Bello bark?", 1)]
