@@ -13,12 +13,13 @@ from lazyrag.bench.quality_data import Half
 from lazyrag.bench.quality_rows import Row
 from lazyrag.bench.quality_settings import EVERYTHING, FAST, FULL, Chooser, Setting, Use
 from lazyrag.bench.quality_statistics import Interval, Key, Summary, Table
+from lazyrag.quality.ladder import RUNGS
 
 ENOUGH_EM = 0.15
 """Below this share of full attention, EM and F1 say too little to be shown."""
 CLAIM = 0.98
 """Gain kept that may be claimed when the interval's lower end reaches it."""
-LIMITS = {"fast": 0.0, "balanced": 0.25, "best": 0.4}
+LIMITS = {"fast": 0.0, **{quality.value: rung.limit for quality, rung in RUNGS.items()}}
 """Rungs of the ladder and the work they may take; ``fast`` computes no node anew."""
 
 SUMMARY_COLUMNS = (

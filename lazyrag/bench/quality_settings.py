@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lazyrag.engine.sink import DOCUMENTS, NONE, TEMPLATE
+from lazyrag.quality.ladder import RUNGS
 from lazyrag.quality.moves import Offsets
 from lazyrag.quality.scale import PLAIN, Scale
 from lazyrag.types import DEFAULT_SINK, Quality
@@ -156,8 +157,10 @@ def _together(setting: Setting) -> Setting:
     return moved(setting, Offsets.ONE_START)
 
 
-BALANCED = anew(_BOTH, limit=0.25, best_last=True)
-BEST = anew(_BOTH, limit=0.4, best_last=True)
+BALANCED, BEST = (
+    anew(_BOTH, limit=RUNGS[quality].limit, best_last=True)
+    for quality in (Quality.BALANCED, Quality.BEST)
+)
 
 SHORT: tuple[Setting, ...] = (
     NO_DOCUMENTS,

@@ -279,7 +279,8 @@ def _calibrate(engine: Engine) -> None:
     try:
         engine.calibrate()
     except Exception as error:
-        say(f"Not now: {error} `lazyrag calibrate` tries again; until then their words decide.")
+        reason = str(error).rstrip(".")
+        say(f"Not now ({reason}). `lazyrag calibrate` tries again; until then words decide.")
 
 
 def _texts(changed: ChangedFile) -> list[NodeText]:

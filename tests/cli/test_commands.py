@@ -275,6 +275,27 @@ def test_an_index_without_a_whole_file_says_so(copied: Corpus) -> None:
     sentence(run("ask", "Where?", "--index", copied.index), "is empty")
 
 
+def test_a_calibration_that_fails_is_no_loss(tmp_path: Path, monkeypatch) -> None:
+    """It ends the first ingestion of a model that leaves enough passages; all is stored by then."""
+    from lazyrag import Engine
+
+    def failing(self: Engine) -> None:
+        raise RuntimeError("no memory.")
+
+    monkeypatch.setattr(Engine, "calibration", property(lambda self: None))
+    monkeypatch.setattr(Engine, "calibrate", failing)
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for n in range(8):
+        (docs / f"{n}.txt").write_text(f"Stone {n} lies on hill {n * 7}.")
+        if n < 6:  # too few for it
+            continue
+        result = run("ingest", docs, "--index", tmp_path / "index")
+        assert result.exit_code == 0, result.output
+        assert ("Not now (no memory). `lazyrag calibrate`" in result.stderr) == (n == 7)
+    assert run_json("ingest", docs, "--index", tmp_path / "index")["unchanged"] == 8
+
+
 def test_env_says_what_a_bug_report_needs() -> None:
     facts = run_json("env")
     assert facts["packages"]["torch"] != "not installed"

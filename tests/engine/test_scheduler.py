@@ -405,26 +405,34 @@ def test_what_is_chosen_on_the_host_is_waited_for(bench: Bench, order, options):
     assert order == [(what, number) for number in range(3) for what in ("launch", "fetch")]
 
 
+DRAWN = {"max_new_tokens": 40, "temperature": 1.5, "seed": 1}
+
+
+def ending_early(bench: Bench, monkeypatch) -> Generation:
+    """A drawn answer; from now on its 21st token ends answers."""
+    _, reader = bench.add(prompt(0), **DRAWN)
+    bench.finish()
+    ending = replace(bench.engine._model, eos_ids=frozenset(reader.outcome.token_ids[20:21]))
+    monkeypatch.setattr(bench.engine, "_model", ending)
+    return reader.outcome
+
+
 @pytest.mark.usefixtures("overlapping")
 def test_an_answer_that_ended_has_a_row_that_nobody_reads(bench: Bench, monkeypatch):
     """Its pages go to the next request while the pass still runs; nothing of it gets a name."""
-    options = {"max_new_tokens": 40, "temperature": 1.5, "seed": 1}
-    _, whole = bench.add(prompt(0), **options)
-    bench.finish()
-    ids = whole.outcome.token_ids
-    ending = replace(bench.engine._model, eos_ids=frozenset(ids[20:21]))
-    monkeypatch.setattr(bench.engine, "_model", ending)
+    whole = ending_early(bench, monkeypatch)
+    ids = whole.token_ids
     end = ids.index(ids[20])
     assert end > 3
-    bench.runner.drop([node.key for node in whole.outcome.report.nodes])
-    first, reader = bench.add(prompt(0), **options)
+    bench.runner.drop([node.key for node in whole.report.nodes])
+    first, reader = bench.add(prompt(0), **DRAWN)
     _, other = bench.add(prompt(1), max_new_tokens=40)
     while not reader.outcomes:
         bench.step()
     assert bench.scheduler._under_way is not None
     assert first in [task for task, _ in bench.scheduler._under_way[0]]
     check_pages(bench.engine._pool, bench.scheduler._running)
-    _, again = bench.add(prompt(0), **options)
+    _, again = bench.add(prompt(0), **DRAWN)
     bench.finish()
     assert reader.outcome.token_ids == again.outcome.token_ids == ids[: end + 1]
     assert reader.outcome.finish_reason == "stop"
@@ -434,12 +442,8 @@ def test_an_answer_that_ended_has_a_row_that_nobody_reads(bench: Bench, monkeypa
 
 @pytest.mark.usefixtures("overlapping")
 def test_a_pass_of_nobody_is_not_kept(bench: Bench, monkeypatch):
-    options = {"max_new_tokens": 40, "temperature": 1.5, "seed": 1}
-    _, whole = bench.add(prompt(0), **options)
-    bench.finish()
-    ending = replace(bench.engine._model, eos_ids=frozenset(whole.outcome.token_ids[20:21]))
-    monkeypatch.setattr(bench.engine, "_model", ending)
-    _, reader = bench.add(prompt(0), **options)
+    ending_early(bench, monkeypatch)
+    _, reader = bench.add(prompt(0), **DRAWN)
     bench.finish()
     assert reader.outcome.finish_reason == "stop"
     assert bench.scheduler._under_way is None
@@ -493,12 +497,8 @@ def test_a_part_of_a_prompt_that_fails_late_is_that_request_s_failure(bench: Ben
 @pytest.mark.parametrize("where", ["launch", "draw"])
 def test_a_launch_that_fails_leaves_the_pass_before_alone(bench: Bench, monkeypatch, where: str):
     """What that one ended is delivered: its next row was one too many."""
-    options = {"max_new_tokens": 40, "temperature": 1.5, "seed": 1}
-    _, whole = bench.add(prompt(0), **options)
-    bench.finish()
-    ids = whole.outcome.token_ids
-    ending = replace(bench.engine._model, eos_ids=frozenset(ids[20:21]))
-    monkeypatch.setattr(bench.engine, "_model", ending)
+    whole = ending_early(bench, monkeypatch)
+    ids = whole.token_ids
     passes = 0
     owner, name = (
         (bench.runner._packed, "launch") if where == "launch" else (choose_module, "draw_rows")
@@ -513,7 +513,7 @@ def test_a_launch_that_fails_leaves_the_pass_before_alone(bench: Bench, monkeypa
         return original(*arguments)
 
     monkeypatch.setattr(owner, name, failing)
-    _, reader = bench.add(prompt(0), **options)
+    _, reader = bench.add(prompt(0), **DRAWN)
     bench.finish()
     assert reader.outcome.token_ids == ids[: ids.index(ids[20]) + 1]
     assert passes == ids.index(ids[20]) + 2
