@@ -542,6 +542,30 @@ def test_what_came_out_wrong_is_not_shared(bench: Bench, monkeypatch):
     check_all_back(bench.engine)
 
 
+@pytest.mark.parametrize("held", [False, True], ids=["idle", "in use elsewhere"])
+def test_reused_text_that_came_out_wrong_is_not_reused_again(bench: Bench, held: bool):
+    """Its pages were damaged since; that another request still holds them changes nothing."""
+    pool, ask = bench.engine._pool, "x" * 100
+    _, first = bench.add(prompt(0, ask=ask), max_new_tokens=2)
+    bench.finish()
+    names = [name for name in pool._resident if not isinstance(name, NodeKey)]
+    assert names
+    for name in names:
+        pool.v[:, pool.slots(pool.entry(name).pages, 0, PAGE)] = float("nan")
+        if held:
+            pool.acquire(name)
+    _, second = bench.add(prompt(0, ask=ask), max_new_tokens=2)
+    bench.finish()
+    assert "finite" in str(second.outcome)
+    _, third = bench.add(prompt(0, ask=ask), max_new_tokens=2)
+    bench.finish()
+    assert third.outcome.report.live_tokens_reused == 0
+    assert third.outcome.token_ids == first.outcome.token_ids
+    for name in names if held else ():
+        pool.leave(name)
+    check_all_back(bench.engine)
+
+
 @pytest.mark.usefixtures("overlapping")
 def test_an_answer_that_is_there_is_not_too_late(bench: Bench, monkeypatch):
     answer, reader = bench.add(prompt(0), max_new_tokens=3, timeout_s=3600)
