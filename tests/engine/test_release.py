@@ -270,6 +270,7 @@ def test_a_node_released_before_its_request_begins_is_computed_and_not_kept(
     engine.release([FIRST])
     assert "".join(stream) == expected.text
     assert statuses(stream.result) == [("recomputed", "missing")]
+    engine.flush()
     assert not engine.store.has(key) and not engine.store.file(key).exists()
     assert engine.store.stats().texts == 0 and engine.store.verify() == []
 
