@@ -300,6 +300,7 @@ def test_a_waiting_request_reports_what_was_released_meanwhile(open_engine):
     (answer,) = answers
     assert statuses(answer) == [("recomputed", "missing"), ("reused", None)]
     assert answer.token_ids[:20] == expected.token_ids
+    engine.flush()
     assert engine.store.stats().nodes == 1
     assert engine.store.has(other)
 
@@ -370,6 +371,7 @@ def test_what_another_engine_releases_between_reading_and_beginning(open_engine,
     assert statuses(stream.result) == [
         ("reused", None) if resident else ("recomputed", "missing"),
     ]
+    reader.flush()
     assert reader.store.stats().nodes == 0 and reader.store.verify() == []
 
 
