@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NewType
 
@@ -88,17 +88,26 @@ class NodeText:
             first use in a prompt.
         label: what to call the node in messages to the user (a file name, say).
         reference: who needs the node, until `Engine.release`; None = it is kept for good.
+        behind: text that the node is encoded behind, besides the sink, such as the passage before
+            it in its document. What it means is known to the node then, but it is no part of it
+            and need not stand in a prompt. Its last 128 tokens count. A text that is known already
+            stays as it was encoded.
     """
 
     text: str
     aliases: tuple[str, ...] = ()
     label: str | None = None
     reference: Reference | None = None
+    behind: str = ""
 
     @property
     def forms(self) -> tuple[str, ...]:
         """The text and its aliases."""
         return (self.text, *self.aliases)
+
+    def following(self, previous: NodeText | None) -> NodeText:
+        """The same, encoded behind the passage before it in its document; None = it has none."""
+        return self if previous is None else replace(self, behind=f"{previous.text}\n\n")
 
 
 @dataclass(frozen=True, slots=True)

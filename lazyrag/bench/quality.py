@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from lazyrag.bench.quality_settings import (
     OWN_SINK,
     Chooser,
     Setting,
+    Told,
     Use,
 )
 from lazyrag.engine.encode import Encoder
@@ -97,9 +98,8 @@ class QualityBench:
             Case.read(self._model, example, looking, self._greedy_tokens) for example in examples
         ]
         try:
-            sinks = {setting.sink for setting in settings if setting.use is not Use.ANEW}
-            for sink in sorted(sinks | {FAST.sink}):
-                self._encode(cases, sink)
+            for sink, told in sorted(_encodings(settings)):
+                self._encode(cases, sink, told)
             self._rank(cases)
             yield from self._measure(cases, settings, timed)
         finally:
@@ -120,26 +120,30 @@ class QualityBench:
             return first.ids if isinstance(first, LiveRun) else ()
         return sink_ids(sink, tokenizer)
 
-    def _encode(self, cases: Sequence[Case], sink: str) -> None:
-        """Nodes of all cases behind a sink, into the pool."""
+    def _encode(self, cases: Sequence[Case], sink: str, told: Told) -> None:
+        """Nodes of all cases behind a sink and what they are told, into the pool."""
         waiting: dict[tuple[int, ...], list[tuple[Case, NodeRun]]] = {}
         for case in cases:
-            case.pages[sink] = {}
+            case.pages[sink, told] = {}
             own = waiting.setdefault(self._sink(sink, case), [])
-            own += [(case, node) for node in case.nodes]
+            for number, node in enumerate(case.nodes):
+                before = self._model.tokenizer.encode_text(case.example.before(number, told))
+                own.append((case, replace(node, behind=tuple(before))))
         for ids, owned in waiting.items():
             if ids not in self._encoders:
                 self._encoders[ids] = Encoder(self._model, ids, self._model.dtype)
-            owned.sort(key=lambda one: len(one[1].ids))
-            for first, stop in _batches([len(node.ids) for _, node in owned], self._batch):
+            owned.sort(key=lambda one: _read(one[1]))
+            for first, stop in _batches([_read(node) for _, node in owned], self._batch):
                 batch = owned[first:stop]
-                encoded = self._encoders[ids].encode([node.ids for _, node in batch])
+                encoded = self._encoders[ids].encode(
+                    [node.ids for _, node in batch], [node.behind for _, node in batch]
+                )
                 places = []
-                for (case, node), kv in zip(batch, encoded, strict=True):
-                    pages = self._pool.allocate(len(kv.ids))
+                for case, node in batch:
+                    pages = self._pool.allocate(len(node.ids))
                     if pages is None:
                         raise RequestError("the pool is too small for these examples.")
-                    case.pages[sink][node.key] = pages
+                    case.pages[sink, told][node.key] = pages
                     places.append(pages)
                 write_nodes(self._filler, encoded, places)
 
@@ -267,6 +271,17 @@ def _row(
     )
 
 
+def _encodings(settings: Sequence[Setting]) -> set[tuple[str, Told]]:
+    """Everything that nodes have to be encoded behind."""
+    reused = [setting for setting in settings if setting.use is not Use.ANEW]
+    return {(setting.sink, setting.told) for setting in (FAST, *reused)}
+
+
+def _read(node: NodeRun) -> int:
+    """Tokens through the model to encode it."""
+    return len(node.behind) + len(node.ids)
+
+
 def _batches(lengths: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
     """Of ascending lengths ranges [first, stop) whose padded tokens stay within the limit."""
     first = 0
@@ -284,13 +299,13 @@ def _pool_tokens(
     """Room that any of the examples needs: nodes behind every sink, live text of every setting."""
     count = model.tokenizer.encode_text
     longest = max(sum(len(count(text)) for text in example.texts) for example in examples)
-    sinks = {setting.sink for setting in settings} | {FAST.sink}
     live = sum(
         1.0 if setting.use is Use.ANEW else 0.5 if setting.use is not Use.REUSED else 0.0
         for setting in settings
     )
     pages = 2 * PAGE * max(len(example.texts) for example in examples)
-    return int((longest + pages) * (len(sinks) + live) + 1024 * len(settings))
+    held = len(_encodings(settings))
+    return int((longest + pages) * (held + live) + 1024 * len(settings))
 
 
 def measure(

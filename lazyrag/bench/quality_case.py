@@ -10,12 +10,12 @@ from lazyrag_kernels.attention import Pages
 
 from lazyrag.bench.answers import SYSTEM, USER
 from lazyrag.bench.quality_data import Example
-from lazyrag.bench.quality_settings import Chooser, Kept, Setting, Use
+from lazyrag.bench.quality_settings import Chooser, Kept, Setting, Told, Use
 from lazyrag.engine.passes import Trial
 from lazyrag.errors import RequestError
 from lazyrag.model.load import LoadedModel
 from lazyrag.prompt.read import FoundNode, FoundTexts, PromptReader
-from lazyrag.prompt.segments import LiveRun, NodeRun, NodeSource, Run, as_live, place
+from lazyrag.prompt.segments import LiveRun, NodeIdentity, NodeRun, NodeSource, Run, as_live, place
 from lazyrag.prompt.tokenise import PromptTokenizer
 from lazyrag.quality import choice, moves
 from lazyrag.quality.moves import Offsets
@@ -42,14 +42,13 @@ class _Texts:
             start = content.find(text, cursor)
             if start >= 0:
                 cursor = start + len(text)
-                key, _ = self.identify(text)
-                nodes.append(FoundNode(start, cursor, key, NodeSource.INGESTED))
+                nodes.append(FoundNode(start, cursor, self.identify(text), NodeSource.INGESTED))
         return FoundTexts(nodes, [])
 
-    def identify(self, text: str) -> tuple[NodeKey, tuple[int, ...]]:
+    def identify(self, text: str) -> NodeIdentity:
         """See `lazyrag.prompt.read.TextFinder`."""
         key = NodeKey(hashlib.sha256(text.encode()).digest())
-        return key, tuple(self._tokenizer.encode_text(text))
+        return NodeIdentity(key, tuple(self._tokenizer.encode_text(text)))
 
     def source_of(self, text: str) -> NodeSource:
         """See `lazyrag.prompt.read.TextFinder`."""
@@ -73,7 +72,7 @@ class Case:
     groups: list[range]
     answers: list[list[int]]
     looking: float
-    pages: dict[str, dict[NodeKey, Pages]] = field(default_factory=dict)
+    pages: dict[tuple[str, Told], dict[NodeKey, Pages]] = field(default_factory=dict)
     rankings: dict[Chooser, list[int]] = field(default_factory=dict)
 
     @classmethod
@@ -175,7 +174,7 @@ class Case:
         if setting.use is Use.HEADS_ANEW:
             runs, skipped = heads_anew(runs), 1
         prompt = place(runs)
-        held = self.pages.get(setting.sink, {})
+        held = self.pages.get((setting.sink, setting.told), {})
         pages = tuple(held[node.run.key][skipped:] for node in prompt.nodes)
         tokens = len(prompt.live_ids) + self.looked(setting)
         return Trial(prompt, pages, setting.scale), tokens

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from lazyrag.bench.quality_settings import Told
 from lazyrag.errors import RequestError
 from lazyrag.quality.words import by_words, words
 
@@ -33,6 +35,8 @@ class Example:
         answers: gold answers, at least one.
         texts: the documents as they stand in a prompt, title first.
         gold: numbers of the documents that hold the answer; empty = not known.
+        documents: of each text the number of its document.
+        titles: of each document.
     """
 
     set: str
@@ -41,6 +45,8 @@ class Example:
     answers: tuple[str, ...]
     texts: tuple[str, ...]
     gold: frozenset[int]
+    documents: tuple[int, ...] = ()
+    titles: tuple[str, ...] = ()
 
     @property
     def half(self) -> Half:
@@ -51,6 +57,17 @@ class Example:
     def seed(self) -> int:
         """Of whatever is chosen at random for this example."""
         return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "big")
+
+    def before(self, number: int, told: Told) -> str:
+        """Text that a text is encoded behind; none for the first one of its document."""
+        if told is Told.NOTHING:
+            return ""
+        first = self.documents.index(self.documents[number])
+        if number == first:
+            return ""
+        if told is Told.TITLE:
+            return f"{self.titles[self.documents[number]]}\n"
+        return f"{self.texts[first if told is Told.LEAD else number - 1]}\n\n"
 
 
 def read_examples(path: Path, count: int | None = None) -> list[Example]:
@@ -96,6 +113,8 @@ def _example(name: str, line: str, where: str) -> Example:
             answers=tuple(str(answer) for answer in raw["answers"]),
             texts=tuple(texts),
             gold=frozenset(n for n, one in enumerate(documents) if one.get("id") in gold),
+            documents=tuple(range(len(texts))),
+            titles=tuple(str(one.get("title", "")) for one in documents),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(
@@ -105,6 +124,36 @@ def _example(name: str, line: str, where: str) -> Example:
     if not made.answers or not all(made.answers) or not all(texts) or len(set(texts)) < len(texts):
         raise RequestError(f"{where}: answers and documents must not be empty, nor occur twice.")
     return made
+
+
+def split(example: Example, words_each: int) -> Example:
+    """The example with its documents cut behind sentences into texts of about equal length.
+
+    Args:
+        example: whose texts are whole documents.
+        words_each: of a text, at most, unless one sentence is longer.
+    """
+    texts: dict[str, int] = {}  # a text that occurs again is left out
+    for number, document in enumerate(example.texts):
+        for text in _parts(document, words_each):
+            texts.setdefault(text, number)
+    return replace(
+        example,
+        set=f"{example.set} by {words_each} words",
+        texts=tuple(texts),
+        gold=frozenset(n for n, number in enumerate(texts.values()) if number in example.gold),
+        documents=tuple(texts.values()),
+    )
+
+
+def _parts(document: str, words_each: int) -> Iterator[str]:
+    start = end = 0
+    for sentence in re.finditer(r"\S.*?(?:[.!?](?=\s)|\Z)", document, re.DOTALL):
+        if end > start and len(document[start : sentence.end()].split()) > words_each:
+            yield document[start:end].strip()
+            start = sentence.start()
+        end = sentence.end()
+    yield document[start:end].strip()
 
 
 def bm25_ranking(question: str, texts: Sequence[str]) -> list[int]:

@@ -32,6 +32,17 @@ class Chooser(StrEnum):
     """The documents said to hold the answer, then the retriever's: a bound, not a method."""
 
 
+class Told(StrEnum):
+    """What a node was encoded behind besides the sink, if its document has other nodes."""
+
+    NOTHING = "nothing"
+    TITLE = "title"
+    LEAD = "lead"
+    """The first node of its document: the nearest thing to a summary that every document has."""
+    PREVIOUS = "previous"
+    """The node before it in its document."""
+
+
 class Kept(StrEnum):
     """Which nodes are in the prompt."""
 
@@ -59,7 +70,8 @@ class Setting:
     Attributes:
         name: unique.
         kept, use: see there.
-        sink: what reused nodes were encoded behind.
+        sink: what reused nodes were encoded behind;
+        told: and what stood between it and the node.
         chooser, count: so many nodes are chosen;
         limit: or, with count 0, as many as fit, best first, into this share of full's work.
         last: whether the chosen stand last; else every node stays where it is.
@@ -73,6 +85,7 @@ class Setting:
     kept: Kept = Kept.ALL
     use: Use = Use.REUSED
     sink: str = DEFAULT_SINK
+    told: Told = Told.NOTHING
     chooser: Chooser = Chooser.NOBODY
     count: int = 0
     limit: float = 0.0
@@ -139,6 +152,11 @@ def behind(setting: Setting, sink: str) -> Setting:
     return replace(setting, name=f"{setting.name}, sink {sink}", sink=sink)
 
 
+def knowing(setting: Setting, told: Told) -> Setting:
+    """The same setting with nodes encoded behind a part of their documents, too."""
+    return replace(setting, name=f"{setting.name}, behind {told}", told=told)
+
+
 def scaled(setting: Setting, temperature: float, lse_scale: float) -> Setting:
     """The same setting with other attention to reused nodes."""
     return replace(
@@ -203,6 +221,14 @@ EVERYTHING: tuple[Setting, ...] = (
     controls(BEST)[0],
 )  # fmt: skip
 """What a whole run compares."""
+
+
+OF_PARTS: tuple[Setting, ...] = tuple(
+    knowing(setting, told)
+    for setting in (FAST, BALANCED)
+    for told in (Told.TITLE, Told.LEAD, Told.PREVIOUS)
+)
+"""What can be compared where documents are cut into several nodes."""
 
 
 def with_scales(

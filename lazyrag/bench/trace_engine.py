@@ -143,8 +143,8 @@ class TraceEngine(Engine):
         """
         fetches = []
         for text in texts:
-            key, ids = self._library.identify(text)
-            fetches.append(self._fetcher.fetch(NodeRun(key, ids, len(ids))))
+            node = self._library.identify(text)
+            fetches.append(self._fetcher.fetch(NodeRun(node.key, node.ids, len(node.ids))))
         for fetch in fetches:
             fetch.outcome.result()
         here = sum(fetch.run.key in self._host for fetch in fetches)

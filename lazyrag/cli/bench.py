@@ -280,9 +280,24 @@ def quality(
     count: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Only so many examples of each file.")
     ] = None,
+    words: Annotated[
+        int | None,
+        typer.Option(
+            "--split", min=1, metavar="N",
+            help="Cut documents into passages of about N words; compare what to encode them "
+            "behind, too.",
+        ),
+    ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Every setting, not only the ladder and its controls.")
     ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--setting", metavar="NAME", show_default=False,
+            help="Only this one of them, beside 'full' and 'no documents'; may be repeated.",
+        ),
+    ] = None,
     device: DeviceOption = "auto",
     dtype: Annotated[str, typer.Option(metavar="NAME", help="Of the computation.")] = "auto",
     greedy: Annotated[
@@ -318,7 +333,7 @@ def quality(
     """
     from lazyrag.bench import quality as bench
     from lazyrag.bench import quality_report as report
-    from lazyrag.bench.quality_data import read_examples
+    from lazyrag.bench.quality_data import read_examples, split
     from lazyrag.bench.quality_plot import svg
     from lazyrag.bench.quality_rows import RowWriter
     from lazyrag.bench.quality_settings import (
@@ -326,20 +341,33 @@ def quality(
         BEST,
         EVERYTHING,
         FAST,
+        FULL,
+        NO_DOCUMENTS,
+        OF_PARTS,
         SHORT,
+        named,
         with_scales,
     )
     from lazyrag.engine.engine import CALIBRATION_TEXTS, Engine
     from lazyrag.model.load import load_model
 
     examples = [example for file in data for example in read_examples(file, count)]
+    settings = EVERYTHING if everything else SHORT
+    if words is not None:
+        examples = [split(example, words) for example in examples]
+        settings = (*settings, *OF_PARTS)
+    if only is not None:
+        try:
+            settings = tuple(named(settings, [NO_DOCUMENTS.name, FULL.name, *only]))
+        except ValueError as error:
+            raise RequestError(f"{error}.") from None
     loaded = load_model(model, device=device, dtype=dtype)
     texts = [text for example in examples for text in example.texts]
-    settings = EVERYTHING if everything else SHORT
     with Engine(loaded) as engine:
         texts = texts[:: max(1, len(texts) // CALIBRATION_TEXTS)]
         found = engine.calibration or engine.calibrate(texts)
-        settings = with_scales(settings, engine.scales)
+        if only is None:
+            settings = with_scales(settings, engine.scales)
     writer = None if rows is None else RowWriter(rows)
 
     def done(made: Sequence[Row], examples_done: int) -> None:
@@ -359,10 +387,10 @@ def quality(
         to_json(report.as_json(measured, loaded.note))
     else:
         typer.echo(report.text(measured, loaded.note))
-    named = [setting.name for setting in (FAST, BALANCED, BEST)]
+    rungs = [setting.name for setting in (FAST, BALANCED, BEST)]
     for path, write in (
         (csv, lambda path: report.write_summary(measured, path)),
-        (plot, lambda path: path.write_text(svg(measured, named), encoding="utf-8")),
+        (plot, lambda path: path.write_text(svg(measured, rungs), encoding="utf-8")),
     ):
         if path is not None:
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from lazyrag.types import NodeText
 
 if TYPE_CHECKING:
     from llama_index.core.base.embeddings.base import BaseEmbedding
+    from llama_index.core.schema import BaseNode
 
     from lazyrag import Engine
     from lazyrag.cli.vectors import Vectors
@@ -146,7 +147,7 @@ class Ingestion:
             )
 
     def _encode(self, plan: Plan, engine: Engine, outcome: Outcome, *, confirm: bool) -> None:
-        texts = [text for changed in plan.changed for text in _texts(changed)]
+        texts = [text for changed in plan.changed for text in _texts(changed.nodes)]
         estimate = engine.estimate(texts)
         needed = estimate.bytes + ROW_BYTES * len(texts)
         known = (
@@ -190,8 +191,8 @@ class Ingestion:
         """KV first, rows last: what is listed in Chroma is complete."""
         from llama_index.core.schema import MetadataMode
 
-        engine.precompute([text for changed in batch for text in _texts(changed)], progress=advance)
         nodes = [node for changed in batch for node in changed.nodes]
+        engine.precompute(_texts(nodes), progress=advance)
         embeddings = embedding.get_text_embedding_batch(
             [node.get_content(MetadataMode.EMBED) for node in nodes]
         )
@@ -208,12 +209,11 @@ class Ingestion:
         store = KVStore.open(self._place.kv_path)
         stored = store.stats().nodes
         store.close()
-        texts = {text.text: text for text in map(_node_text, nodes)}
-        if stored >= len(texts):
+        missing = _texts(nodes)
+        if stored >= len({text.text for text in missing}):
             return
         say("The KV store holds fewer passages than the index; computing what is missing.")
         with self._engine() as engine:
-            missing = list(texts.values())
             estimate = engine.estimate(missing)
             self._check_space(estimate.bytes)
             with _progress_bar(estimate.tokens) as advance:
@@ -283,16 +283,10 @@ def _calibrate(engine: Engine) -> None:
         say(f"Not now ({reason}). `lazyrag calibrate` tries again; until then words decide.")
 
 
-def _texts(changed: ChangedFile) -> list[NodeText]:
-    return [_node_text(node) for node in changed.nodes]
+def _texts(nodes: Sequence[BaseNode]) -> list[NodeText]:
+    from llama_index.llms.lazyrag import node_texts
 
-
-def _node_text(node: object) -> NodeText:
-    from llama_index.core.schema import BaseNode
-    from llama_index.llms.lazyrag import node_text
-
-    assert isinstance(node, BaseNode)
-    return node_text(node)
+    return node_texts(nodes)
 
 
 def _batches(files: list[ChangedFile]) -> Iterator[list[ChangedFile]]:

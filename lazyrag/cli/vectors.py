@@ -179,9 +179,12 @@ def make_nodes(source: str, file_name: str, digest: str, texts: Sequence[str]) -
     """
     from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 
-    nodes = []
+    nodes: list[TextNode] = []
     for number, text in enumerate(texts):
         identity = hashlib.sha256("\0".join((source, str(number), text)).encode()).hexdigest()
+        related = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id=source)}
+        if nodes:
+            related[NodeRelationship.PREVIOUS] = RelatedNodeInfo(node_id=nodes[-1].node_id)
         nodes.append(
             TextNode(
                 id_=identity,
@@ -195,7 +198,7 @@ def make_nodes(source: str, file_name: str, digest: str, texts: Sequence[str]) -
                 },
                 excluded_llm_metadata_keys=list(HIDDEN),
                 excluded_embed_metadata_keys=list(HIDDEN),
-                relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=source)},
+                relationships={**related},
             )
         )
     return nodes

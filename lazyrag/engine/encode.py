@@ -1,4 +1,7 @@
-"""Ingestion: token ids of nodes to raw K and V, batched; a node sees only itself and the sink."""
+"""Ingestion: token ids of nodes to raw K and V, batched.
+
+A node sees itself, what it is encoded behind, and the sink.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class _EncodeStep:
     Args:
         model: a loaded checkpoint.
         prefix: per layer raw K and V of the sink; None = no sink.
-        lengths: tokens of each sequence of the batch.
+        parts: of each sequence of the batch which tokens are kept.
         dtype: in which K and V are kept.
     """
 
@@ -33,27 +36,27 @@ class _EncodeStep:
         self,
         model: LoadedModel,
         prefix: list[tuple[Tensor, Tensor]] | None,
-        lengths: Sequence[int],
+        parts: Sequence[range],
         dtype: torch.dtype,
     ) -> None:
         geometry = model.geometry
         self._layers = geometry.layers
         self._prefix = prefix
-        self._lengths = lengths
+        self._parts = parts
         # written layer by layer into their final place: nothing is held twice
         self.kept = [
             torch.empty(
-                (2, len(geometry.layers), length, geometry.kv_heads, geometry.head_dim),
+                (2, len(geometry.layers), len(part), geometry.kv_heads, geometry.head_dim),
                 dtype=dtype,
                 device=model.device,
             )
-            for length in lengths
+            for part in parts
         ]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        for row, (length, kept) in enumerate(zip(self._lengths, self.kept, strict=True)):
-            kept[0, layer].copy_(k[row, :, :length].transpose(0, 1))
-            kept[1, layer].copy_(v[row, :, :length].transpose(0, 1))
+        for row, (part, kept) in enumerate(zip(self._parts, self.kept, strict=True)):
+            kept[0, layer].copy_(k[row, :, part.start : part.stop].transpose(0, 1))
+            kept[1, layer].copy_(v[row, :, part.start : part.stop].transpose(0, 1))
         prefix = None if self._prefix is None else self._prefix[layer]
         return attend_behind_prefix(q, k, v, prefix, self._layers[layer]).transpose(1, 2)
 
@@ -83,11 +86,15 @@ class Encoder:
         self._prefix: list[tuple[Tensor, Tensor]] | None = None
 
     @torch.inference_mode()
-    def encode(self, nodes: Sequence[Sequence[int]]) -> list[StoredKV]:
-        """KV of each node, as if it stood alone behind the sink; one forward pass.
+    def encode(
+        self, nodes: Sequence[Sequence[int]], behind: Sequence[Sequence[int]] = ()
+    ) -> list[StoredKV]:
+        """KV of each node, as if it stood behind the sink and its own ids; one forward pass.
 
         Args:
             nodes: token ids, none empty; group many nodes with `length_batches` first.
+            behind: of each node the ids between sink and node, which act as the sink does; none
+                = no node has any.
 
         Returns:
             One `StoredKV` a node, on the CPU: raw k and v [layers, tokens, kv_heads, head_dim].
@@ -98,42 +105,55 @@ class Encoder:
         if self._sink and self._prefix is None:
             self.compute(())  # once; no part of what a node costs
         started = time.perf_counter()
-        kept = self.compute(nodes)
+        kept = self.compute(nodes, behind)
         if not torch.stack([kv.isfinite().all() for kv in kept]).all():
             raise ModelError(
                 f"keys or values of {self._model.name!r} do not fit {self._dtype}; "
                 "use --dtype bfloat16 or float32."
             )
         on_cpu = [_on_cpu(kv) for kv in kept]
-        self._costs.was_encoded(sum(map(len, nodes)), time.perf_counter() - started)
-        return [StoredKV(tuple(ids), kv[0], kv[1]) for ids, kv in zip(nodes, on_cpu, strict=True)]
+        tokens = sum(map(len, (*nodes, *behind)))
+        self._costs.was_encoded(tokens, time.perf_counter() - started)
+        return [
+            StoredKV(tuple(ids), kv[0], kv[1], tuple(before))
+            for ids, before, kv in zip(nodes, behind or [()] * len(nodes), on_cpu, strict=True)
+        ]
 
     @torch.inference_mode()
-    def compute(self, nodes: Sequence[Sequence[int]]) -> list[Tensor]:
+    def compute(
+        self, nodes: Sequence[Sequence[int]], behind: Sequence[Sequence[int]] = ()
+    ) -> list[Tensor]:
         """As `encode`, but unchecked and left on the device; of no nodes, only what they all need.
 
         Returns:
             [2, layers, tokens, kv_heads, head_dim] of each node.
         """
         if self._sink and self._prefix is None:
-            (sink,) = self._run([self._sink], None, self._model.dtype)
+            (sink,) = self._run([self._sink], (), None, self._model.dtype)
             self._prefix = [
                 (k.transpose(0, 1), v.transpose(0, 1)) for k, v in zip(*sink, strict=True)
             ]
-        return self._run(nodes, self._prefix, self._dtype) if nodes else []
+        return self._run(nodes, behind, self._prefix, self._dtype) if nodes else []
 
     def _run(
         self,
         nodes: Sequence[Sequence[int]],
+        behind: Sequence[Sequence[int]],
         prefix: list[tuple[Tensor, Tensor]] | None,
         dtype: torch.dtype,
     ) -> list[Tensor]:
         """One forward pass; K and V [2, layers, tokens, kv_heads, head_dim] of each node."""
-        lengths = [len(ids) for ids in nodes]
-        padded = torch.zeros(len(nodes), max(lengths), dtype=torch.int64)
-        for row, ids in enumerate(nodes):
-            padded[row, : lengths[row]] = torch.as_tensor(ids)
-        step = _EncodeStep(self._model, prefix, lengths, dtype)
+        whole = [
+            (*before, *ids) for before, ids in zip(behind or [()] * len(nodes), nodes, strict=True)
+        ]
+        padded = torch.zeros(len(nodes), max(map(len, whole)), dtype=torch.int64)
+        for row, ids in enumerate(whole):
+            padded[row, : len(ids)] = torch.as_tensor(ids)
+        parts = [
+            range(len(all_ids) - len(ids), len(all_ids))
+            for all_ids, ids in zip(whole, nodes, strict=True)
+        ]
+        step = _EncodeStep(self._model, prefix, parts, dtype)
         seam.hidden_states(self._model.model, padded.to(self._model.device), step)
         return step.kept
 

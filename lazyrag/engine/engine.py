@@ -151,7 +151,7 @@ class Engine:
         self.store = KVStore.open(self._temporary.name if self._temporary else store or "")
         digest = self.encoding.digest
         self._closed = False
-        library = self._library = Library(self.store, digest, model.tokenizer)
+        library = self._library = Library(self.store, digest, model.tokenizer, longest_node)
         self._reader = PromptReader(
             model.tokenizer,
             library,
@@ -383,7 +383,7 @@ class Engine:
 
     def key_of(self, text: str) -> NodeKey:
         """The key of a text as a node, whether or not it is stored."""
-        return self._library.identify(text)[0]
+        return self._library.identify(text).key
 
     # ingestion
 

@@ -7,6 +7,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ class HostTier:
         try:
             if (copy := self._admit(key, kv, bring_s)) is not None:
                 return copy
-            return StoredKV(kv.ids, kv.k.pin_memory(), kv.v.pin_memory()) if self._device else kv
+            return replace(kv, k=kv.k.pin_memory(), v=kv.v.pin_memory()) if self._device else kv
         except (OSError, MemoryError, RuntimeError) as error:
             logger.warning("node %s is not kept in host memory: %r", key, error)
             return kv
@@ -103,7 +104,7 @@ class HostTier:
         if not admission.admitted:
             return None
         try:
-            copy = StoredKV(kv.ids, _copied(kv.k, self._device), _copied(kv.v, self._device))
+            copy = replace(kv, k=_copied(kv.k, self._device), v=_copied(kv.v, self._device))
         except BaseException:
             self.forget(key)
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Protocol, TypeVar
@@ -16,6 +16,7 @@ from lazyrag.engine.library import Library
 from lazyrag.errors import RequestError
 from lazyrag.model.geometry import AllHeads
 from lazyrag.prompt.read import check_unicode
+from lazyrag.prompt.segments import NodeIdentity
 from lazyrag.store import KVStore, NewNode, NewText
 from lazyrag.types import NodeKey, NodeText, Reference
 
@@ -44,7 +45,7 @@ class IngestEstimate:
     Attributes:
         texts: how many were looked at.
         already_stored: of them, how many need nothing.
-        tokens: to compute.
+        tokens: of nodes to compute.
         bytes: to write.
         seconds: measured on this machine with a short run of the model; None if nothing to do.
     """
@@ -58,9 +59,13 @@ class IngestEstimate:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    node: NodeText
-    key: NodeKey
-    ids: tuple[int, ...]
+    given: NodeText
+    node: NodeIdentity
+
+    @property
+    def read(self) -> int:
+        """Tokens through the model to compute it."""
+        return len(self.node.behind) + len(self.node.ids)
 
 
 class Ingestor:
@@ -112,15 +117,19 @@ class Ingestor:
                 if progress is not None:
                     progress(done, total)
             self._register(self._described(items))
-            for _ in self._store_missing(items):  # what was released before we referred to it
+            # Meanwhile another may have released a text, or registered it behind something else.
+            registered = [replace(item, node=self._identify(item.given)) for item in items]
+            for _ in self._store_missing(registered):
                 pass
-            keys += [item.key for item in items]
+            keys += [item.node.key for item in registered]
+            if others := {item.node.key for item in items}.difference(keys[-len(items) :]):
+                self._store.sweep(others)
         return keys
 
     def register(self, texts: Iterable[str | NodeText]) -> int:
         """See `lazyrag.Engine.register`."""
         return self._register(
-            self._library.describe(form, node.reference, alias=True)
+            self._library.describe(form, node.reference, alias=True, behind=node.behind)
             for _, node in _named(texts)
             for form in node.forms
             if form.strip() and not self._library.knows(form) and _is_unicode(form)
@@ -128,16 +137,17 @@ class Ingestor:
 
     def estimate(self, texts: Iterable[str | NodeText], *, measure: bool = True) -> IngestEstimate:
         """See `lazyrag.Engine.estimate`."""
-        count = tokens = missing = 0
+        count = tokens = read = missing = 0
         seen: set[NodeKey] = set()
         for items in self._windows(texts):
             count += len(items)
             for item in self._missing(items):
-                if item.key not in seen:
-                    seen.add(item.key)
+                if item.node.key not in seen:
+                    seen.add(item.node.key)
                     missing += 1
-                    tokens += len(item.ids)
-        seconds = tokens * self._measure() if measure and tokens else None
+                    tokens += len(item.node.ids)
+                    read += item.read
+        seconds = read * self._measure() if measure and read else None
         return IngestEstimate(
             count, count - missing, tokens, tokens * self._bytes_per_token, seconds
         )
@@ -148,44 +158,49 @@ class Ingestor:
             yield [self._item(name, node) for name, node in window]
 
     def _item(self, name: str, node: NodeText) -> _Item:
-        for form in node.forms:
+        for form in (*node.forms, node.behind):
             check_unicode(name, form)
         if not node.text.strip():
             raise RequestError(f"{name} is empty: there is nothing to ingest.")
-        key, ids = self._library.identify(node.text)
-        if len(ids) > self._longest:
+        item = _Item(node, self._identify(node))
+        if len(item.node.ids) > self._longest:
             raise RequestError(
-                f"{name} has {len(ids):,} tokens, the model's context window leaves "
+                f"{name} has {len(item.node.ids):,} tokens, the model's context window leaves "
                 f"{self._longest:,} for one node. Split it into smaller chunks."
             )
-        return _Item(node, key, ids)
+        return item
+
+    def _identify(self, node: NodeText) -> NodeIdentity:
+        return self._library.identify(node.text, node.behind)
 
     def _missing(self, items: list[_Item]) -> list[_Item]:
-        unique = {item.key: item for item in items}
-        return [item for item in unique.values() if not self._store.has(item.key)]
+        unique = {item.node.key: item for item in items}
+        return [item for key, item in unique.items() if not self._store.has(key)]
 
     def _store_missing(self, items: list[_Item]) -> Iterator[int]:
         """Encode and store what the store does not have; yields the tokens of each batch."""
         missing = self._missing(items)
-        for indices in length_batches([len(item.ids) for item in missing]):
+        for indices in length_batches([item.read for item in missing]):
             batch = [missing[index] for index in indices]
-            tokens = sum(len(item.ids) for item in batch)
-            self._store.check_space(tokens * self._bytes_per_token)
-            ids = [item.ids for item in batch]
-            encoded = self._on_device(partial(self._encoder.encode, ids))
+            ids, behind = [item.node.ids for item in batch], [item.node.behind for item in batch]
+            self._store.check_space(sum(map(len, ids)) * self._bytes_per_token)
+            encoded = self._on_device(partial(self._encoder.encode, ids, behind))
             nodes = [
-                NewNode(item.key, kv, item.node.text)
+                NewNode(item.node.key, kv, item.given.text)
                 for item, kv in zip(batch, encoded, strict=True)
             ]
             self._store.publish(self._encoding, nodes)
-            yield tokens
+            yield sum(map(len, ids))
 
     def _described(self, items: list[_Item]) -> Iterator[NewText]:
         for item in items:
-            for form in item.node.forms:
+            given = item.given
+            for form in given.forms:
                 if form.strip():
-                    alias = form != item.node.text
-                    yield self._library.describe(form, item.node.reference, alias=alias)
+                    alias = form != given.text
+                    yield self._library.describe(
+                        form, given.reference, alias=alias, behind=given.behind
+                    )
 
     def _register(self, texts: Iterable[NewText]) -> int:
         """Register the texts that a node can hold; returns how many different ones."""

@@ -9,13 +9,15 @@ from functools import lru_cache
 from lazyrag.prompt.anchors import TextSignature, sign
 from lazyrag.prompt.read import FoundNear, FoundNode, FoundTexts
 from lazyrag.prompt.recognise import Recogniser
-from lazyrag.prompt.segments import NodeSource
+from lazyrag.prompt.segments import NodeIdentity, NodeSource
 from lazyrag.prompt.tokenise import PromptTokenizer
 from lazyrag.store import KVStore, NewText, Released, TextRow, node_key
 from lazyrag.types import NodeKey, Reference, TextId
 
 REMEMBERED_TEXTS = 512
 """Texts whose ids are kept in memory (about 20 KB for a node of 400 tokens)."""
+MOST_BEHIND = 128
+"""Tokens that a node is encoded behind, at most, besides the sink: its share of ingestion."""
 
 
 class Library:
@@ -25,31 +27,46 @@ class Library:
         store: whose index holds the texts.
         encoding: digest of the encoding; texts of other encodings are not seen.
         tokenizer: turns a text into the ids its key is made of.
+        longest_node: most tokens a node may have, with those it is encoded behind.
     """
 
-    def __init__(self, store: KVStore, encoding: bytes, tokenizer: PromptTokenizer) -> None:
+    def __init__(
+        self, store: KVStore, encoding: bytes, tokenizer: PromptTokenizer, longest_node: int
+    ) -> None:
         self._store = store
         self._index = store.index
         self._encoding = encoding
         self._tokenizer = tokenizer
+        self._longest = longest_node
         self._recogniser = Recogniser(self._text)
         self._last = 0
         self._lock = threading.Lock()
         # a retrieved node is retrieved again: its tokens need not be found again
         self._identified = lru_cache(maxsize=REMEMBERED_TEXTS)(self._identify)
 
-    def identify(self, text: str) -> tuple[NodeKey, tuple[int, ...]]:
-        """Key and ids of a text, whether or not it is registered."""
-        return self._identified(text)
+    def identify(self, text: str, behind: str = "") -> NodeIdentity:
+        """A text as a node: as it is registered, else as it would be behind ``behind``.
 
-    def _identify(self, text: str) -> tuple[NodeKey, tuple[int, ...]]:
+        Raises:
+            StoreError: the index cannot be read.
+        """
+        row = self._index.find_text(self._encoding, text)
+        return self._identified(text, behind if row is None else row.behind)
+
+    def _identify(self, text: str, behind: str) -> NodeIdentity:
         ids = tuple(self._tokenizer.encode_text(text))
-        return node_key(self._encoding, ids), ids
+        before = tuple(self._tokenizer.encode_text(behind)) if behind else ()
+        most = min(MOST_BEHIND, max(0, self._longest - len(ids)))
+        before = before[max(0, len(before) - most) :]
+        return NodeIdentity(node_key(self._encoding, ids, before), ids, before)
 
-    def describe(self, text: str, reference: Reference | None, *, alias: bool) -> NewText:
+    def describe(
+        self, text: str, reference: Reference | None, *, alias: bool, behind: str = ""
+    ) -> NewText:
         """A text as `register` takes it."""
-        key, ids = self._identified(text)
-        return NewText(text, key, len(ids), alias, sign(text).to_bytes(), reference)
+        node = self._identified(text, behind)
+        signature = sign(text).to_bytes()
+        return NewText(text, node.key, len(node.ids), alias, signature, reference, behind)
 
     def register(self, texts: Iterable[NewText]) -> None:
         """Make texts findable.
@@ -94,8 +111,11 @@ class Library:
             recognition = self._recogniser.find(content)
         nodes, near = [], []
         for match in recognition.matches:
-            if (row := self._index.text(match.text_id)) is not None:
-                nodes.append(FoundNode(match.start, match.stop, row.key, _source(row)))
+            if (row := self._index.text(match.text_id)) is None:
+                continue
+            node = self._identified(row.text, row.behind)
+            if node.key == row.key:  # else it was registered by another build
+                nodes.append(FoundNode(match.start, match.stop, node, _source(row)))
         for miss in recognition.near:
             if (row := self._index.text(miss.text_id)) is not None:
                 near.append(FoundNear(miss.start, miss.stop, miss.kind, row.key, row.tokens))

@@ -151,8 +151,11 @@ class _Bench:
         for key in [key for key in self._held if key not in needed]:
             self._pool.release(self._held.pop(key))
         missing = [node for key, node in needed.items() if key not in self._held]
-        for batch in length_batches([len(node.ids) for node in missing]):
-            encoded = self._encoder.encode([missing[number].ids for number in batch])
+        for batch in length_batches([len(node.ids) + len(node.behind) for node in missing]):
+            encoded = self._encoder.encode(
+                [missing[number].ids for number in batch],
+                [missing[number].behind for number in batch],
+            )
             for number, kv in zip(batch, encoded, strict=True):
                 pages = self._pool.allocate(len(kv.ids))
                 assert pages is not None, "the pool was made for it"

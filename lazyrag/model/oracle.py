@@ -44,15 +44,15 @@ def causal_layout(ids: list[int]) -> Layout:
 
 
 def block_layout(prompt: PlacedPrompt, sink: tuple[int, ...]) -> Layout:
-    """The block mask: a node sees itself and a private copy of the sink just before it.
+    """The block mask: a node sees itself and a private copy of what it was encoded behind.
 
-    Live tokens see the live tokens before them and every node before them, whole; nobody but its
-    node sees a copy of the sink.
+    That is the sink and the node's own ids behind it, just before the node. Live tokens see the
+    live tokens before them and every node before them, whole; nobody but its node sees a copy.
     """
     ids: list[int] = []
     positions: list[int] = []
     owner: list[int] = []  # -1 live, node number otherwise
-    hidden: list[bool] = []  # copies of the sink
+    hidden: list[bool] = []  # the copies
     live: list[int] = []
 
     def add_live(first: int, stop: int) -> None:
@@ -67,12 +67,13 @@ def block_layout(prompt: PlacedPrompt, sink: tuple[int, ...]) -> Layout:
     for number, node in enumerate(prompt.nodes):
         add_live(row, node.first_row)
         row = node.first_row
-        tokens = (*sink, *node.run.ids[: node.run.used])
+        before = (*sink, *node.run.behind)
+        tokens = (*before, *node.run.ids[: node.run.used])
         ids += tokens
-        first = node.offset - len(sink)
+        first = node.offset - len(before)
         positions += range(first, first + len(tokens))
         owner += [number] * len(tokens)
-        hidden += [True] * len(sink) + [False] * node.run.used
+        hidden += [True] * len(before) + [False] * node.run.used
     add_live(row, len(prompt.live_ids))
 
     owners = torch.tensor(owner)

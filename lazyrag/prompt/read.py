@@ -8,7 +8,7 @@ from typing import Protocol
 
 from lazyrag.errors import RequestError, StoreError
 from lazyrag.prompt.near import NearKind
-from lazyrag.prompt.segments import LiveRun, NodeRun, NodeSource, Run
+from lazyrag.prompt.segments import LiveRun, NodeIdentity, NodeRun, NodeSource, Run
 from lazyrag.prompt.template import Content, render_chat
 from lazyrag.prompt.tokenise import PromptTokenizer
 from lazyrag.types import Live, Node, NodeKey, Segment
@@ -22,11 +22,11 @@ QUOTED_WARNING = (
 
 @dataclass(frozen=True, slots=True)
 class FoundNode:
-    """``content[start:stop]`` is, letter by letter, the text of node ``key``."""
+    """``content[start:stop]`` is, letter by letter, the text of a node."""
 
     start: int
     stop: int
-    key: NodeKey
+    node: NodeIdentity
     source: NodeSource
 
 
@@ -56,8 +56,8 @@ class TextFinder(Protocol):
         """Every ingested text in ``content``."""
         ...
 
-    def identify(self, text: str) -> tuple[NodeKey, tuple[int, ...]]:
-        """Key and ids of a text."""
+    def identify(self, text: str) -> NodeIdentity:
+        """A text as a node, whether or not it was ingested."""
         ...
 
     def source_of(self, text: str) -> NodeSource:
@@ -197,15 +197,15 @@ class PromptReader:
                     "Ingest its text first (Engine.precompute returns the key)."
                 )
         check_unicode(f"segment {number}: the node's text", text)
-        key, ids = self._finder.identify(text)
-        if not ids:
+        node = self._finder.identify(text)
+        if not node.ids:
             raise RequestError(f"segment {number}: the node's text is empty.")
-        if len(ids) > self._longest_node:
+        if len(node.ids) > self._longest_node:
             raise RequestError(
-                f"segment {number}: the node has {len(ids):,} tokens, the context window leaves "
-                f"{self._longest_node:,} for one node."
+                f"segment {number}: the node has {len(node.ids):,} tokens, the context window "
+                f"leaves {self._longest_node:,} for one node."
             )
-        return NodeRun(key, ids, len(ids), segment.offset, text, self._finder.source_of(text))
+        return _run(node, text, self._finder.source_of(text), segment.offset)
 
     def _add_content(self, prompt: ReadPrompt, content: str) -> None:
         try:
@@ -215,14 +215,10 @@ class PromptReader:
             found = FoundTexts([], [])
         self._add_near(prompt, content, found.near)
         cursor = 0
-        for node in found.nodes:
-            text = content[node.start : node.stop]
-            key, ids = self._finder.identify(text)
-            if key != node.key:  # registered under another build: any doubt means recompute
-                continue
-            prompt.add_live(self._tokenizer.encode_text(content[cursor : node.start]))
-            prompt.runs.append(NodeRun(key, ids, len(ids), text=text, source=node.source))
-            cursor = node.stop
+        for one in found.nodes:
+            prompt.add_live(self._tokenizer.encode_text(content[cursor : one.start]))
+            prompt.runs.append(_run(one.node, content[one.start : one.stop], one.source))
+            cursor = one.stop
         prompt.add_live(self._tokenizer.encode_text(content[cursor:]))
 
     def _add_near(self, prompt: ReadPrompt, content: str, near: Sequence[FoundNear]) -> None:
@@ -233,6 +229,10 @@ class PromptReader:
             before += len(self._tokenizer.encode_text(content[cursor : miss.start]))
             cursor = miss.start
             prompt.near.append(NearNode(miss.key, miss.tokens, miss.kind, before))
+
+
+def _run(node: NodeIdentity, text: str, source: NodeSource, offset: int | None = None) -> NodeRun:
+    return NodeRun(node.key, node.ids, len(node.ids), offset, text, source, node.behind)
 
 
 def check_unicode(name: str, text: str) -> None:

@@ -27,6 +27,21 @@ class NodeSource(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """A text as a node.
+
+    Attributes:
+        key: of the node.
+        ids: of its text.
+        behind: ids that it is encoded behind, besides the sink; they are no part of it.
+    """
+
+    key: NodeKey
+    ids: tuple[int, ...]
+    behind: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class NodeRun:
     """Tokens whose KV is reused.
 
@@ -37,6 +52,7 @@ class NodeRun:
         used: how many leading tokens this prompt uses (a causal prefix of a node is valid).
         text: what it was made from, if known.
         source: how it came to be known.
+        behind: see `NodeIdentity`.
     """
 
     key: NodeKey
@@ -45,6 +61,7 @@ class NodeRun:
     offset: int | None = None
     text: str | None = None
     source: NodeSource = NodeSource.INGESTED
+    behind: tuple[int, ...] = ()
 
 
 Run = LiveRun | NodeRun

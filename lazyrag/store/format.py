@@ -2,8 +2,9 @@
 
     k, v  [layers, tokens, kv_heads, head_dim]   k is raw: not rotated, the portable form
     ids   int32 [tokens]
+    behind   int32 [tokens it is encoded behind]; absent if there are none
     metadata: format, version, key, encoding (digest), text, and a checksum (xxh3-128) over dtype,
-              shape and bytes of k, v, ids
+              shape and bytes of k, v, ids and behind
 
 Loading checks size, header, shapes, checksum and ids; whatever is in doubt is not served.
 """
@@ -27,6 +28,8 @@ from lazyrag.types import NodeKey
 FORMAT = "lazyrag-kv"
 SUFFIX = ".safetensors"
 TEMPORARY_PREFIX = ".partial-"
+_TENSORS = ("k", "v", "ids", "behind")
+"""In the order of the checksum; every file has the first three."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,11 +40,13 @@ class StoredKV:
         ids: token ids.
         k: raw keys [layers, tokens, kv_heads, head_dim].
         v: values, the same shape and dtype.
+        behind: ids between the sink and the node when it was encoded.
     """
 
     ids: tuple[int, ...]
     k: Tensor
     v: Tensor
+    behind: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -68,12 +73,14 @@ def write_node(path: Path, key: NodeKey, encoding: bytes, kv: StoredKV, text: st
         "v": kv.v.contiguous(),
         "ids": torch.tensor(kv.ids, dtype=torch.int32),
     }
+    if kv.behind:
+        tensors["behind"] = torch.tensor(kv.behind, dtype=torch.int32)
     metadata = {
         "format": FORMAT,
         "version": str(FORMAT_VERSION),
         "key": str(key),
         "encoding": encoding.hex(),
-        "checksum": _checksum(tensors["k"], tensors["v"], tensors["ids"]),
+        "checksum": _checksum(*tensors.values()),
         "text": text or "",
     }
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -119,14 +126,20 @@ def read_node(path: Path, key: NodeKey, size: int | None = None) -> StoredKV:
                 raise DamagedFileError(f"format version {metadata.get('version')!r}")
             if metadata.get("key") != str(key):
                 raise DamagedFileError("it holds another node")
-            k, v, ids = (file.get_tensor(name) for name in ("k", "v", "ids"))
+            present = file.keys()
+            tensors = {name: file.get_tensor(name) for name in _TENSORS if name in present}
     except (SafetensorError, ValueError) as error:
         raise DamagedFileError(f"unreadable: {error}") from error
+    try:
+        k, v, ids = (tensors[name] for name in _TENSORS[:3])
+    except KeyError as error:
+        raise DamagedFileError(f"no tensor {error}") from None
     if k.dim() != 4 or k.shape != v.shape or k.dtype != v.dtype or ids.shape != k.shape[1:2]:
         raise DamagedFileError("tensor shapes disagree")
-    if metadata.get("checksum") != _checksum(k, v, ids):
+    if metadata.get("checksum") != _checksum(*tensors.values()):
         raise DamagedFileError("checksum differs")
-    return StoredKV(tuple(ids.tolist()), k, v)
+    behind = tensors["behind"].tolist() if "behind" in tensors else ()
+    return StoredKV(tuple(ids.tolist()), k, v, tuple(behind))
 
 
 def read_encoding(path: Path) -> bytes:

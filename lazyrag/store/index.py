@@ -55,14 +55,15 @@ CREATE TABLE refs (
 CREATE INDEX refs_by_text ON refs (text);
 INSERT INTO refs SELECT encoding, '', '', id FROM texts;
 """
-_STEPS = (_NODES_AND_TEXTS, _REFERENCES)
+_BEHIND = "ALTER TABLE texts ADD COLUMN behind TEXT NOT NULL DEFAULT ''"
+_STEPS = (_NODES_AND_TEXTS, _REFERENCES, _BEHIND)
 """What makes each version of the index from the one before; never changed, only added to."""
 SCHEMA_VERSION = len(_STEPS)
 
 _PERMANENT = Reference("", "")
 """Of a text that is kept for good; nobody can release it, since an empty name is refused."""
 
-_SELECT_TEXT = "SELECT id, key, tokens, alias, text FROM texts"
+_SELECT_TEXT = "SELECT id, key, tokens, alias, text, behind FROM texts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +75,17 @@ class NodeRow:
 
 @dataclass(frozen=True, slots=True)
 class TextRow:
-    """A registered text; the node of an ``alias`` is encoded and stored at its first use."""
+    """A registered text; the node of an ``alias`` is encoded and stored at its first use.
+
+    ``behind`` is the text that it is encoded behind, see `NodeText`.
+    """
 
     id: TextId
     key: NodeKey
     tokens: int
     alias: bool
     text: str
+    behind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,7 @@ class NewText:
     alias: bool
     signature: bytes
     reference: Reference | None = None
+    behind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +217,18 @@ class StoreIndex:
     # texts
 
     def add_texts(self, encoding: bytes, rows: Iterable[NewText]) -> None:
-        """Register texts; one that is known keeps its row and gets one more reference."""
+        """Register texts.
+
+        One that is known keeps its row, with what it is encoded behind, and gets one more
+        reference.
+        """
         with self._transaction() as db:
             for row in rows:
                 digest, reference = _digest(row.text), row.reference or _PERMANENT
                 db.execute(
-                    "INSERT INTO texts (encoding, digest, key, tokens, alias, text, signature) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (encoding, digest) DO UPDATE SET "
+                    "INSERT INTO texts "
+                    "(encoding, digest, key, tokens, alias, text, signature, behind) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (encoding, digest) DO UPDATE SET "
                     "alias = MIN(alias, excluded.alias) WHERE text = excluded.text",
                     (
                         encoding,
@@ -227,6 +238,7 @@ class StoreIndex:
                         row.alias,
                         row.text,
                         row.signature,
+                        row.behind,
                     ),
                 )
                 db.execute(
@@ -321,5 +333,7 @@ def _node_row(row: tuple[Any, ...]) -> NodeRow:
 
 
 def _text_row(row: tuple[Any, ...]) -> TextRow:
-    id, key, tokens, alias, text = row
-    return TextRow(TextId(int(id)), NodeKey(bytes(key)), int(tokens), bool(alias), str(text))
+    id, key, tokens, alias, text, behind = row
+    return TextRow(
+        TextId(int(id)), NodeKey(bytes(key)), int(tokens), bool(alias), str(text), str(behind)
+    )

@@ -47,6 +47,9 @@ class Encoding:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
 
 
-def node_key(encoding_digest: bytes, ids: Sequence[int]) -> NodeKey:
-    """The key of a node: digest of the encoding and the token ids."""
-    return NodeKey(hashlib.sha256(encoding_digest + np.asarray(ids, "<i8").tobytes()).digest())
+def node_key(encoding_digest: bytes, ids: Sequence[int], behind: Sequence[int] = ()) -> NodeKey:
+    """The key of a node: digest of the encoding, the token ids, and those it is encoded behind."""
+    digest = hashlib.sha256(encoding_digest + np.asarray(ids, "<i8").tobytes())
+    if behind:  # no id is negative
+        digest.update(np.asarray((-1, *behind), "<i8").tobytes())
+    return NodeKey(digest.digest())

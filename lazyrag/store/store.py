@@ -248,7 +248,7 @@ class KVStore:
                 kv = read_node(path, row.key, row.bytes)
                 if len(kv.ids) != row.tokens:
                     raise DamagedFileError("token count differs from the index")
-                if node_key(read_encoding(path), kv.ids) != row.key:
+                if node_key(read_encoding(path), kv.ids, kv.behind) != row.key:
                     raise DamagedFileError("token ids do not belong to this key")
             except FileNotFoundError:
                 if self.has(row.key):  # else it was released meanwhile

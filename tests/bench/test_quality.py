@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import torch
 from lazyrag.bench import quality_metrics as metrics
 from lazyrag.bench import quality_report as report
 from lazyrag.bench.quality import QualityBench
-from lazyrag.bench.quality_data import Half, bm25_ranking, read_examples
+from lazyrag.bench.quality_data import Half, bm25_ranking, read_examples, split
 from lazyrag.bench.quality_plot import svg
 from lazyrag.bench.quality_rows import Row, RowWriter, read_rows
 from lazyrag.bench.quality_settings import (
@@ -24,8 +26,11 @@ from lazyrag.bench.quality_settings import (
     FAST,
     FULL,
     NO_DOCUMENTS,
+    OF_PARTS,
     SHORT,
     Chooser,
+    Setting,
+    Told,
     anew,
     controls,
 )
@@ -36,6 +41,7 @@ from lazyrag.errors import RequestError
 from lazyrag.model.load import load_model
 from lazyrag.quality.choice import Head
 from lazyrag.quality.moves import Offsets
+from lazyrag.types import NodeText
 
 DATA = Path(__file__).parents[1] / "data" / "nq_open_20.jsonl"
 
@@ -72,6 +78,37 @@ def test_bad_lines_are_named(tmp_path: Path, line: str, message: str):
     file.write_text(f"{json.dumps(good)}\n{line}\n", encoding="utf-8")
     with pytest.raises(RequestError, match=message):
         read_examples(file)
+
+
+def test_documents_are_cut_behind_sentences():
+    whole = read_examples(DATA)
+    for example, words in ((example, words) for example in whole for words in (20, 50)):
+        parts = split(example, words)
+        assert parts.id == example.id and parts.set != example.set
+        for number, document in enumerate(example.texts):
+            own = [n for n, one in enumerate(parts.documents) if one == number]
+            texts = [parts.texts[n] for n in own]
+            others = (text for n, text in enumerate(parts.texts) if n not in own)
+            shared = any(text in document for text in others)
+            assert shared or " ".join(texts).split() == document.split()
+            for text in texts:
+                assert len(text.split()) <= words or not re.search(r"[.!?]\s", text)
+            assert {n in parts.gold for n in own} == {number in example.gold}
+            for n, text in zip(own, texts, strict=True):
+                later = n != own[0]
+                assert parts.before(n, Told.NOTHING) == ""
+                title = f"{example.titles[number]}\n" if later else ""
+                assert parts.before(n, Told.TITLE) == title
+                assert parts.before(n, Told.LEAD) == (f"{texts[0]}\n\n" if later else "")
+                assert parts.before(n, Told.PREVIOUS) == (
+                    f"{parts.texts[n - 1]}\n\n" if later else ""
+                ), text
+
+
+def test_a_sentence_that_occurs_twice_is_one_text():
+    example = replace(read_examples(DATA, 1)[0], texts=("One two three. Four five.", "Four five."))
+    parts = split(example, 3)
+    assert parts.texts == ("One two three.", "Four five.") and parts.documents == (0, 0)
 
 
 def test_bm25_ranks_the_matching_text_first():
@@ -303,6 +340,35 @@ def test_the_rungs_are_those_of_the_engine(measured, tmp_path: Path):
             assert found[setting.name].work <= limit
 
 
+def test_nodes_behind_others_are_those_of_the_engine(measured, tmp_path: Path):
+    """As `NodeText.behind` encodes them; of three parts of a document, one is read behind each."""
+    from lazyrag.bench.answers import SYSTEM, USER
+
+    model, example, _ = measured
+    texts = ("A first part.", "The second.", "And a third.", "Elsewhere.")
+    parts = replace(example, texts=texts, documents=(0, 0, 0, 1), titles=("T", "U"))
+    bench = QualityBench(model, heads=[Head(1, 0)], pool_tokens=20_000, greedy_tokens=0)
+    settings = (NO_DOCUMENTS, FULL, FAST, *OF_PARTS[:3])
+    found = {one.setting: one.nll for one in bench.run([parts], settings)}
+    assert len(set(found.values())) == len(settings)
+    user = USER.format(context="\n\n".join(texts), query=parts.question)
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
+    behind = {
+        Told.NOTHING: ("", "", "", ""),
+        Told.TITLE: ("", "T\n", "T\n", ""),
+        Told.LEAD: ("", "A first part.\n\n", "A first part.\n\n", ""),
+        Told.PREVIOUS: ("", "A first part.\n\n", "The second.\n\n", ""),
+    }
+    for told, before in behind.items():
+        with Engine(model, store=tmp_path / told) as engine:
+            pairs = zip(texts, before, strict=True)
+            engine.precompute([NodeText(text, behind=one) for text, one in pairs])
+            scores = [engine.score(messages, one, quality="fast") for one in parts.answers]
+            nll = min(-sum(score) / len(score) for score in scores)
+            name = FAST.name if told is Told.NOTHING else f"fast, behind {told}"
+            assert found[name] == pytest.approx(nll, abs=1e-4), told
+
+
 def test_everything_computed_anew_is_full_attention(checkpoint, measured):
     """A rung that computes all nodes anew, in place, is `full`: same NLL, no divergence."""
     model, example, _ = measured
@@ -318,11 +384,22 @@ def test_everything_computed_anew_is_full_attention(checkpoint, measured):
     assert found["parts"].kl > 1e-4
 
 
-@pytest.mark.parametrize("everything", [False, True], ids=["ladder", "all"])
-def test_the_command(checkpoint, tmp_path: Path, monkeypatch, everything: bool):
+SELECTIONS: dict[str, tuple[list[str], Sequence[Setting]]] = {
+    "ladder": ([], SHORT),
+    "all": (["--all"], EVERYTHING),
+    "cut": (["--split", "13"], (*SHORT, *OF_PARTS)),
+    "named": (
+        ["--split", "13", "--setting", OF_PARTS[-1].name, "--setting", FAST.name],
+        (NO_DOCUMENTS, FULL, FAST, OF_PARTS[-1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_the_command(checkpoint, tmp_path: Path, monkeypatch, selection: str):
     """A user's own file, a tiny model, calibrated on the way; every file it can write."""
     monkeypatch.setenv("LAZYRAG_CACHE", str(tmp_path / "cache"))
-    settings = EVERYTHING if everything else SHORT
+    options, settings = SELECTIONS[selection]
     from typer.testing import CliRunner
 
     from lazyrag.cli.main import app
@@ -331,7 +408,8 @@ def test_the_command(checkpoint, tmp_path: Path, monkeypatch, everything: bool):
     examples = []
     for number in range(3):
         texts = [
-            " ".join("".join(letters.choices("abcdefgh", k=5)) for _ in range(20)) for _ in range(6)
+            ". ".join("".join(letters.choices("abcdefgh", k=5)) for _ in range(20))
+            for _ in range(6)
         ]
         examples.append(
             {
@@ -354,11 +432,12 @@ def test_the_command(checkpoint, tmp_path: Path, monkeypatch, everything: bool):
             *("--device", "cpu", "--greedy", "3", "--timed", "1"),
             *("--rows", str(files["rows.csv"]), "--csv", str(files["table.csv"])),
             *("--plot", str(files["plot.svg"])),
-            *(("--all",) if everything else ()),
+            *options,
         ],
     )
     assert result.exit_code == 0, result.output
-    assert "3 examples (own 3)" in result.stdout
+    name = "own by 13 words" if "--split" in options else "own"
+    assert f"3 examples ({name} 3)" in result.stdout
     rows = read_rows(files["rows.csv"])
     assert len(rows) == 3 * len(settings)
     assert {one.setting for one in rows} == {one.name for one in settings}
@@ -366,3 +445,18 @@ def test_the_command(checkpoint, tmp_path: Path, monkeypatch, everything: bool):
     assert sum(one.ttft_s >= 0 for one in rows) == len(settings)
     assert len(files["table.csv"].read_text().splitlines()) == 1 + 2 * len(settings)
     assert files["plot.svg"].read_text().startswith("<svg")
+
+
+def test_a_setting_that_there_is_not_is_named(tmp_path: Path):
+    from typer.testing import CliRunner
+
+    from lazyrag.cli.main import app
+
+    data = tmp_path / "own.jsonl"
+    line = {"id": 1, "question": "q", "answers": ["a"], "documents": [{"text": "t"}]}
+    data.write_text(json.dumps(line), encoding="utf-8")
+    result = CliRunner().invoke(
+        app, ["bench", "quality", "--data", str(data), "--setting", "fast", "--setting", "faster"]
+    )
+    assert result.exit_code == 1
+    assert "no setting is called 'faster'" in result.stderr

@@ -6,10 +6,12 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -131,12 +133,33 @@ def test_damaged_file_is_found_recomputed_and_reported(copied: Corpus) -> None:
     assert again["nodes_reused"] == 2
 
 
+def kept_keys(index: Path) -> set[str]:
+    return {file.stem for file in (index / "kv" / "nodes").rglob("*.safetensors")}
+
+
+def behind_by_text(index: Path) -> dict[str, str]:
+    with sqlite3.connect(index / "kv" / "index.sqlite") as db:
+        return dict(db.execute("SELECT text, behind FROM texts WHERE NOT alias"))
+
+
+def test_passages_of_a_file_are_encoded_behind_the_one_before(corpus: Corpus) -> None:
+    behind = behind_by_text(corpus.index)
+    lamps = [text for text in behind if text.startswith("file_name: long.rst")]
+    assert len(lamps) > 1
+    assert behind[lamps[0]] == ""
+    for before, text in pairwise(lamps):
+        assert behind[text] == f"{before}\n\n"
+    assert all(not before for text, before in behind.items() if text not in lamps)
+
+
 def test_lost_store_is_filled_again(copied: Corpus) -> None:
+    keys, behind = kept_keys(copied.index), behind_by_text(copied.index)
     for path in (copied.index / "kv").rglob("*"):
         if path.is_file():
             path.unlink()
     summary = copied.ingest()
     assert summary["repaired"] == copied.summary["chunks"]
+    assert (kept_keys(copied.index), behind_by_text(copied.index)) == (keys, behind)
     assert run_json("store", "stats", "--index", copied.index)["nodes"] == copied.summary["chunks"]
 
 

@@ -23,7 +23,16 @@ from unittest import mock
 import pytest
 import torch
 
-from lazyrag import AsyncEngine, Engine, LazyRagError, Live, ModelError, Node, RequestError
+from lazyrag import (
+    AsyncEngine,
+    Engine,
+    LazyRagError,
+    Live,
+    ModelError,
+    Node,
+    NodeText,
+    RequestError,
+)
 from lazyrag.engine.attention import TritonAttention
 from lazyrag.engine.calibrate import calibrate
 from lazyrag.engine.request import Request
@@ -45,6 +54,10 @@ TEXTS = [
         for row in range(3 + n % 4)
     )
     for n in range(9)
+]
+NODES = [
+    NodeText(text).following(NodeText(TEXTS[number - 1]) if number % 2 else None)
+    for number, text in enumerate(TEXTS)
 ]
 ORDERS = ((0, 1), (1, 0), (5, 8), (3, 3))
 SCORES = 1e-3 if GPUS else 1e-5
@@ -86,7 +99,7 @@ def answers(folder: Path, store: Path, tensor_parallel: bool) -> dict[str, Any]:
     with opened(folder, store, tensor_parallel) as engine:
         assert (engine._model.ranks is not None) is tensor_parallel
         assert isinstance(engine._runner._paged, TritonAttention) is bool(GPUS)
-        keys = engine.precompute(TEXTS)
+        keys = engine.precompute(NODES)
         asked = [prompt(*order) for order in ORDERS]
         alone = [engine.generate(one, max_new_tokens=12) for one in asked]
         with ThreadPoolExecutor(len(asked)) as threads:

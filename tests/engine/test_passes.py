@@ -45,12 +45,12 @@ def world(checkpoint, tmp_path_factory):
     encoder = Encoder(model, engine.encoding.sink, torch.float32)
     held = {}
     for one in texts:
-        key, ids = engine._library.identify(one)
-        encoded = encoder.encode([ids])
-        pages = pool.allocate(len(ids))
+        node = engine._library.identify(one)
+        encoded = encoder.encode([node.ids])
+        pages = pool.allocate(len(node.ids))
         assert pages is not None
         write_nodes(filler, encoded, [pages])
-        held[key] = pages
+        held[node.key] = pages
 
     def trial(prompt: str, quality: str) -> Trial:
         runs = end_live(engine._read(prompt).runs)

@@ -985,7 +985,7 @@ def test_a_node_that_cannot_be_computed_ends_its_request_alone(bench: Bench, mon
     def failing(path, key, size):
         raise OSError(5, "Input/output error")
 
-    def no_memory(nodes):
+    def no_memory(nodes, behind):
         raise MemoryError("no memory")
 
     monkeypatch.setattr(store_module, "read_node", failing)

@@ -356,10 +356,10 @@ def test_what_is_released_and_found_no_room_in_line_leaves_the_pool(engine, monk
     engine.register([NodeText(text(9), reference=FILE)])
     encode = engine._ingestor._encoder.encode
 
-    def meanwhile(nodes):
+    def meanwhile(nodes, behind):
         if when.startswith("before"):
             engine._library.release({FILE: ()})  # by another process, say
-        return encode(nodes)
+        return encode(nodes, behind)
 
     monkeypatch.setattr(engine._ingestor._encoder, "encode", meanwhile)
     ask(engine, 9)

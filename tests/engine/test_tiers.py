@@ -618,10 +618,10 @@ def test_a_pin_of_a_node_that_cannot_be_computed_ends(open_engine: OpenEngine, m
     bad = text(70, 125)
     encode = engine._ingestor._encoder.encode
 
-    def failing(nodes):
+    def failing(nodes, behind):
         if any(len(ids) == len(bad) for ids in nodes):
             raise ModelError("does not fit")
-        return encode(nodes)
+        return encode(nodes, behind)
 
     monkeypatch.setattr(engine._ingestor._encoder, "encode", failing)
     stream = engine.stream([Node(text=bad), Live(text="?")], max_new_tokens=2)

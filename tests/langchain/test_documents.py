@@ -14,6 +14,7 @@ from langchain_core.prompts import (
 from langchain_lazyrag import (
     ChatLazyKV,
     document_text,
+    document_texts,
     format_docs,
     precompute_documents,
     precompute_examples,
@@ -37,6 +38,51 @@ def test_text_of_a_document_is_its_content_stripped() -> None:
 def test_document_prompt_that_asks_for_more_than_there_is() -> None:
     with pytest.raises(ValueError, match="source"):
         document_text(Document(page_content="x"), WITH_SOURCE)
+
+
+def test_documents_of_one_source_stand_behind_the_one_before() -> None:
+    """In the order given; where the source is not said, or is another, a document stands alone."""
+
+    def document(text: str, source: str | None) -> Document:
+        return Document(page_content=text, metadata={} if source is None else {"source": source})
+
+    given = [
+        document("one", "a.md"),
+        document(" two ", "a.md"),
+        document("  ", "b.md"),
+        document("three", "a.md"),
+        document("four", "b.md"),
+        document("five", None),
+        document("six", None),
+        document("seven", ""),
+        document("eight", ""),
+    ]
+    made = list(document_texts(given))
+    assert [text.behind for text in made] == ["", "one\n\n", "two\n\n", "", "", "", "", ""]
+    plain = list(document_texts(given, behind_previous=False))
+    assert plain == [document_text(one) for one in given if one.page_content.strip()]
+    named = list(document_texts(given[:2], WITH_SOURCE, [Reference("d", "1"), Reference("d", "2")]))
+    assert named[1].behind == "Source: a.md\none\n\n" and named[1].aliases == ("two",)
+    assert [text.reference for text in named] == [Reference("d", "1"), Reference("d", "2")]
+
+
+def test_precompute_encodes_behind_the_one_before(chat: ChatLazyKV) -> None:
+    given = [
+        Document(page_content=f"{word} of the pier shines.", metadata={"source": "pier.md"})
+        for word in ("Lamp", "Bell")
+    ]
+    engine = chat.engine
+    lamp, bell = (engine.key_of(one.page_content) for one in given)
+    assert precompute_documents(given[1:], chat) == [bell]
+    assert precompute_documents(given, chat) == [lamp, bell]  # what is known stays as it is
+    given[1].page_content += " It rings."
+    alone = engine.key_of(given[1].page_content)
+    assert precompute_documents(given, chat, behind_previous=False) == [lamp, alone]
+    given[1].page_content += " It rings again."
+    alone = engine.key_of(given[1].page_content)
+    first, second = precompute_documents(given, chat)
+    assert first == lamp and second != alone
+    assert chat.engine.key_of(given[1].page_content) == second
 
 
 def test_precompute_streams_and_passes_over_what_is_empty(

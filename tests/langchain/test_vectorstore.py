@@ -187,9 +187,31 @@ def test_documents_added_past_the_wrapper_are_computed_at_first_use(
     answer = vik.invoke(f"{TEXTS[0]}\n\nWhat of it?")
     (node,) = answer.response_metadata["lazyrag"]["nodes"]
     assert (node["status"], node["reason"]) == ("recomputed", "first use")
+    vik.engine.flush()
     assert reuse_of(vik, TEXTS[0]) == (1, 0)
     vectors.delete(["a"])
     assert stored(vik) == set()
+
+
+def test_documents_of_one_source_are_encoded_behind_the_one_before(
+    vectors: LazyKVVectorStore, vik: ChatLazyKV
+) -> None:
+    """And go with their ids like others; the wrapper can be told not to."""
+    sourced = [
+        Document(page_content=text, metadata={"source": "vik.md"}, id=str(number))
+        for number, text in enumerate(TEXTS)
+    ]
+    alone = [vik.engine.key_of(text) for text in TEXTS]
+    vectors.add_documents(sourced)
+    keys = [vik.engine.key_of(text) for text in TEXTS]
+    assert keys[0] == alone[0] and not set(keys[1:]) & set(alone)
+    assert stored(vik) == set(TEXTS)
+    assert reuse_of(vik, "\n\n".join(TEXTS[1:])) == (len(TEXTS) - 1, 0)
+    vectors.delete([document.id for document in sourced])
+    assert stored(vik) == set()
+    plain = LazyKVVectorStore(vectors.store, vik, owner="plain", behind_previous=False)
+    plain.add_documents(sourced)
+    assert [vik.engine.key_of(text) for text in TEXTS] == alone
 
 
 READS = {

@@ -14,7 +14,13 @@ from llama_index.core.ingestion import IngestionCache, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.query_engine import CitationQueryEngine
 from llama_index.core.schema import ImageNode, MetadataMode, TextNode
-from llama_index.llms.lazyrag import LazyKVLLM, LazyKVTransform, collect_reports, node_text
+from llama_index.llms.lazyrag import (
+    LazyKVLLM,
+    LazyKVTransform,
+    collect_reports,
+    node_text,
+    node_texts,
+)
 
 from lazyrag import Engine, NodeText, RequestError
 
@@ -36,6 +42,54 @@ def test_text_of_a_node_is_what_reaches_the_model(nodes: list[TextNode]) -> None
     )
     bare = TextNode(text=f"  {body}\n", id_="x")
     assert node_text(bare) == NodeText(text=body, aliases=(), label="x")
+
+
+SPLITTER = SentenceSplitter(chunk_size=24, chunk_overlap=0)
+
+
+def split(text: str, count: int) -> list[TextNode]:
+    """A document of the splitter's; more than ``count`` nodes of it."""
+    nodes: Any = SPLITTER.get_nodes_from_documents(
+        [Document(text=text, metadata={"file_name": "keepers.md"})]
+    )
+    assert len(nodes) > count
+    return list(nodes)
+
+
+def test_nodes_of_a_document_are_encoded_behind_the_one_before(nodes: list[TextNode]) -> None:
+    """As the splitter says; a node without one, or whose one is not there, stands alone."""
+    first, second, third, *_ = split(f"{nodes[0].text} {nodes[1].text} {nodes[2].text}", 2)
+    empty = TextNode(text=" ", id_=first.node_id)
+    cases: list[tuple[list[Any], list[str]]] = [
+        ([first, second, third], ["", node_text(first).text, node_text(second).text]),
+        ([nodes[0], third, second], ["", node_text(second).text, ""]),
+        ([empty, second], [""]),
+        ([third], [""]),
+    ]
+    for given, before in cases:
+        made = node_texts(given)
+        assert [text.behind for text in made] == [text and f"{text}\n\n" for text in before]
+        plain = node_texts(given, behind_previous=False)
+        assert plain == [node_text(node) for node in given if node is not empty]
+
+
+def test_transform_encodes_behind_the_one_before_unless_told_not_to(
+    llm: LazyKVLLM, nodes: list[TextNode]
+) -> None:
+    first, second, *_ = split(" ".join(node.text for node in nodes[:3]), 1)
+    alone = llm.engine.key_of(node_text(second).text)
+    pipeline = IngestionPipeline(transformations=[SPLITTER, LazyKVTransform(llm)])
+    text = " ".join(node.text for node in nodes[:3])
+    pipeline.run(documents=[Document(text=text, metadata={"file_name": "keepers.md"})])
+    key = llm.engine.key_of(node_text(second).text)
+    assert key != alone and llm.engine.store.has(key)
+    assert llm.engine.store.has(llm.engine.key_of(node_text(first).text))
+    plain = LazyKVTransform(llm, behind_previous=False)
+    assert plain.to_dict() != LazyKVTransform(llm).to_dict()
+    third = split("Other " + text, 2)[1]
+    alone = llm.engine.key_of(node_text(third).text)
+    plain(split("Other " + text, 2))
+    assert llm.engine.key_of(node_text(third).text) == alone and llm.engine.store.has(alone)
 
 
 def test_transform_returns_the_nodes_and_passes_over_empty_ones(

@@ -46,8 +46,20 @@ CREATE TABLE texts (
     UNIQUE (encoding, digest)
 );
 CREATE INDEX texts_by_key ON texts (key);
-PRAGMA user_version = 1;
 """
+VERSION_2 = """
+CREATE TABLE refs (
+    encoding BLOB NOT NULL,
+    owner TEXT NOT NULL,
+    name TEXT NOT NULL,
+    text INTEGER NOT NULL,
+    PRIMARY KEY (encoding, owner, name, text)
+) WITHOUT ROWID;
+CREATE INDEX refs_by_text ON refs (text);
+INSERT INTO refs SELECT encoding, '', '', id FROM texts;
+"""
+VERSIONS = (VERSION_1, VERSION_2)
+LATEST = len(VERSIONS) + 1
 
 
 @pytest.fixture
@@ -266,11 +278,11 @@ def test_ids_of_forgotten_texts_are_not_given_again(store: KVStore):
     assert new.id > old.id and store.index.text(old.id) is None
 
 
-# an index of version 1
+# an index of an earlier version
 
 
-def version_1(folder: Path) -> Path:
-    """A store as the first version left it: a node with two texts, and an alias not stored yet."""
+def old_index(folder: Path, version: int) -> Path:
+    """A store as a version left it: a node with two texts, and an alias not stored yet."""
     store = KVStore.open(folder)
     key = publish(store, 1)
     register(store, "text", key, None)
@@ -280,19 +292,25 @@ def version_1(folder: Path) -> Path:
     index = folder / "index.sqlite"
     index.rename(folder / "new")
     with sqlite3.connect(index) as db:
-        db.executescript(VERSION_1)
+        db.executescript(VERSIONS[0])
         db.execute("ATTACH ? AS new", (str(folder / "new"),))
         for table in ("nodes", "texts"):
-            db.execute(f"INSERT INTO {table} SELECT * FROM new.{table}")
+            columns = ", ".join(row[1] for row in db.execute(f"PRAGMA main.table_info({table})"))
+            db.execute(f"INSERT INTO {table} SELECT {columns} FROM new.{table}")
+        db.commit()
+        for step in VERSIONS[1:version]:
+            db.executescript(step)
+        db.execute(f"PRAGMA user_version = {version}")
     db.close()
     for left in folder.glob("new*"):
         left.unlink()
     return index
 
 
-def test_an_index_of_version_1_is_migrated(tmp_path: Path):
-    """Its texts were registered for good, and stay so."""
-    index = version_1(tmp_path)
+@pytest.mark.parametrize("version", range(1, LATEST))
+def test_an_old_index_is_migrated(tmp_path: Path, version: int):
+    """Its texts were registered for good, and stay so; their nodes stood behind the sink alone."""
+    index = old_index(tmp_path, version)
     for _ in range(2):  # the second time there is nothing to do
         store = KVStore.open(tmp_path)
         assert references(store) == [
@@ -304,11 +322,14 @@ def test_an_index_of_version_1_is_migrated(tmp_path: Path):
         assert isinstance(store.load(key, [1]), StoredKV)
         assert store.verify() == []
         with sqlite3.connect(index) as db:
-            assert db.execute("PRAGMA user_version").fetchone() == (2,)
+            assert db.execute("PRAGMA user_version").fetchone() == (LATEST,)
+        row = store.index.find_text(ENCODING, "alias")
+        assert row is not None and row.behind == ""
         store.close()
 
 
-def test_old_and_new_indexes_have_the_same_tables(tmp_path: Path):
+@pytest.mark.parametrize("version", range(1, LATEST))
+def test_old_and_new_indexes_have_the_same_tables(tmp_path: Path, version: int):
     def tables(folder: Path) -> list[tuple[str, str]]:
         KVStore.open(folder).close()
         with sqlite3.connect(folder / "index.sqlite") as db:
@@ -317,12 +338,12 @@ def test_old_and_new_indexes_have_the_same_tables(tmp_path: Path):
             ).fetchall()
 
     (tmp_path / "old").mkdir()
-    version_1(tmp_path / "old")
+    old_index(tmp_path / "old", version)
     assert tables(tmp_path / "old") == tables(tmp_path / "new")
 
 
 def test_a_migration_that_fails_changes_nothing(tmp_path: Path):
-    index = version_1(tmp_path)
+    index = old_index(tmp_path, 1)
     with sqlite3.connect(index) as db:
         db.execute("CREATE TABLE refs_by_text (x)")  # in the way of the second statement
         before = db.execute("SELECT sql FROM sqlite_master ORDER BY name").fetchall()
@@ -333,10 +354,11 @@ def test_a_migration_that_fails_changes_nothing(tmp_path: Path):
         assert db.execute("SELECT sql FROM sqlite_master ORDER BY name").fetchall() == before
 
 
-@pytest.mark.parametrize("version", [3, 99, -1])
+@pytest.mark.parametrize("version", [LATEST + 1, 99, -1])
 def test_an_index_of_an_unknown_version_is_refused_by_name(store: KVStore, version: int):
     store.close()
     with sqlite3.connect(store.path / "index.sqlite") as db:
         db.execute(f"PRAGMA user_version = {version}")
-    with pytest.raises(StoreError, match=f"index version {version}, this lazyrag reads up to 2"):
+    message = f"index version {version}, this lazyrag reads up to {LATEST}"
+    with pytest.raises(StoreError, match=message):
         KVStore.open(store.path)

@@ -36,10 +36,13 @@ from lazyrag.types import KVDType, NodeKey
 ENCODING = Encoding("aa", "bb", "cc", (1, 2), KVDType.FLOAT32, "float32")
 
 
-def make(ids: list[int], dtype: torch.dtype = torch.float32) -> NewNode:
+def make(
+    ids: list[int], dtype: torch.dtype = torch.float32, behind: tuple[int, ...] = ()
+) -> NewNode:
     generator = torch.Generator().manual_seed(sum(ids))
     k, v = (torch.randn(2, len(ids), 1, 4, generator=generator).to(dtype) for _ in range(2))
-    return NewNode(node_key(ENCODING.digest, ids), StoredKV(tuple(ids), k, v), f"text {ids}")
+    key = node_key(ENCODING.digest, ids, behind)
+    return NewNode(key, StoredKV(tuple(ids), k, v, behind), f"text {ids}")
 
 
 @pytest.fixture
@@ -47,15 +50,17 @@ def store(tmp_path: Path) -> KVStore:
     return KVStore.open(tmp_path / "kv")
 
 
+@pytest.mark.parametrize("behind", [(), (8, 9, 10, 11)], ids=["alone", "behind"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_node_comes_back_bit_for_bit(store: KVStore, dtype):
-    node = make([5, 6, 7], dtype)
+def test_a_node_comes_back_bit_for_bit(store: KVStore, dtype, behind):
+    node = make([5, 6, 7], dtype, behind)
     store.publish(ENCODING.digest, [node])
     loaded = store.load(node.key, [5, 6, 7])
     assert isinstance(loaded, StoredKV)
-    assert loaded.ids == (5, 6, 7)
+    assert loaded.ids == (5, 6, 7) and loaded.behind == behind
     assert torch.equal(loaded.k, node.kv.k) and torch.equal(loaded.v, node.kv.v)
     assert loaded.k.dtype == dtype
+    assert store.verify() == []
 
 
 def test_a_store_survives_reopening(store: KVStore):
@@ -120,10 +125,13 @@ DAMAGE = {
 }
 
 
+@pytest.mark.parametrize("behind", [(), (8, 9)], ids=["alone", "behind"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_found_and_never_served(store: KVStore, damage, tmp_path, monkeypatch):
+def test_a_damaged_file_is_found_and_never_served(
+    store: KVStore, damage, behind, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    good, bad = make([1, 2, 3]), make([4, 5, 6])
+    good, bad = make([1, 2, 3]), make([4, 5, 6], behind=behind)
     store.publish(ENCODING.digest, [good, bad])
     DAMAGE[damage](store.file(bad.key))
     problems = store.verify()
@@ -149,6 +157,13 @@ def test_ids_are_compared_after_the_key(store: KVStore):
     node = make([1, 2, 3])
     store.publish(ENCODING.digest, [node])
     assert store.load(node.key, [1, 2, 4]) is LoadFailure.DAMAGED
+
+
+def test_what_a_node_stood_behind_is_part_of_its_key(store: KVStore):
+    alone, behind, other = (make([4, 5], behind=before) for before in ((), (8, 9), (9, 8)))
+    assert len({alone.key, behind.key, other.key, make([8, 9, 4, 5]).key}) == 4
+    store.publish(ENCODING.digest, [replace(alone, key=behind.key), other])
+    assert [problem.key for problem in store.verify()] == [behind.key]
 
 
 def test_a_lost_file_is_missing(store: KVStore):

@@ -3,6 +3,7 @@
 from langchain_lazyrag.chat import ChatLazyKV
 from langchain_lazyrag.documents import (
     document_text,
+    document_texts,
     format_docs,
     precompute_documents,
     precompute_examples,
@@ -17,6 +18,7 @@ __all__ = [
     "LazyKVVectorStore",
     "collect_reports",
     "document_text",
+    "document_texts",
     "format_docs",
     "precompute_documents",
     "precompute_examples",

@@ -13,7 +13,13 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 
-from langchain_lazyrag.documents import DocumentPrompt, HasEngine, Progress, document_text
+from langchain_lazyrag.documents import (
+    DocumentPrompt,
+    HasEngine,
+    Progress,
+    document_text,
+    document_texts,
+)
 from lazyrag import NodeText, Reference
 from lazyrag.errors import RequestError, StoreError
 
@@ -38,6 +44,7 @@ class LazyKVVectorStore(VectorStore):
         owner: name of this collection in the KV store; None = the kind of the store and the name
             of its collection. Two collections of one name over one KV store need different ones.
         document_prompt: see `document_text`.
+        behind_previous: see `document_texts`.
         progress: a progress bar on stderr while documents are computed, or a function for it.
 
     Examples:
@@ -53,6 +60,7 @@ class LazyKVVectorStore(VectorStore):
         *,
         owner: str | None = None,
         document_prompt: DocumentPrompt | None = None,
+        behind_previous: bool = True,
         progress: Progress = False,
     ) -> None:
         if owner == "":
@@ -61,6 +69,7 @@ class LazyKVVectorStore(VectorStore):
         self.owner = _name_of(store) if owner is None else owner
         self._chat = chat
         self._document_prompt = document_prompt
+        self._behind_previous = behind_previous
         self._progress = progress
 
     @classmethod
@@ -92,7 +101,7 @@ class LazyKVVectorStore(VectorStore):
             ) from None
         own = {
             name: kwargs.pop(name)
-            for name in ("owner", "document_prompt", "progress")
+            for name in ("owner", "document_prompt", "behind_previous", "progress")
             if name in kwargs
         }
         texts = list(texts)
@@ -193,7 +202,14 @@ class LazyKVVectorStore(VectorStore):
     def _nodes(self, documents: Sequence[Document], ids: Sequence[str]) -> list[NodeText]:
         """One a document with content; of documents with one id the last."""
         by_id = dict(zip(ids, documents, strict=True))
-        return [self._node(one, id) for id, one in by_id.items() if one.page_content.strip()]
+        return list(
+            document_texts(
+                by_id.values(),
+                self._document_prompt,
+                [Reference(self.owner, id) for id in by_id],
+                behind_previous=self._behind_previous,
+            )
+        )
 
     def _precompute(self, nodes: list[NodeText]) -> None:
         self._chat.engine.precompute(nodes, progress=self._progress)

@@ -97,7 +97,7 @@ def _look(here: _Here, message: Message) -> None:
 def _encode(here: _Here, message: Message) -> None:
     ranks = here.model.ranks
     assert ranks is not None, "the model is shared"
-    for kv in here.encoder.compute(message["nodes"]):
+    for kv in here.encoder.compute(message["nodes"], message["behind"]):
         ranks.gather_heads(kv)
 
 

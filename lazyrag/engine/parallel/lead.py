@@ -76,13 +76,19 @@ class LeadingForward:
 class LeadingEncoder(Encoder):
     """See `Encoder`; what it returns has all heads."""
 
-    def compute(self, nodes: Sequence[Sequence[int]]) -> list[Tensor]:
+    def compute(
+        self, nodes: Sequence[Sequence[int]], behind: Sequence[Sequence[int]] = ()
+    ) -> list[Tensor]:
         """See `Encoder.compute`."""
         ranks = self._model.ranks
         assert ranks is not None, "the model is shared"
-        message = {"do": "encode", "nodes": [list(ids) for ids in nodes]}
+        message = {
+            "do": "encode",
+            "nodes": [list(ids) for ids in nodes],
+            "behind": [list(ids) for ids in behind],
+        }
         with ranks.together(message):
-            whole = [ranks.gather_heads(kv) for kv in super().compute(nodes)]
+            whole = [ranks.gather_heads(kv) for kv in super().compute(nodes, behind)]
         return [kv for kv in whole if kv is not None]
 
 

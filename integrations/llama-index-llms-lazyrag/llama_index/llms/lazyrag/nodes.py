@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from llama_index.core.schema import BaseNode, MetadataMode
+from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo
 
 from lazyrag.types import NodeText
 
@@ -23,10 +23,21 @@ def node_text(node: BaseNode) -> NodeText:
     return NodeText(text=text, aliases=aliases, label=str(label))
 
 
-def node_texts(nodes: Iterable[BaseNode]) -> list[NodeText]:
-    """`node_text` of every node that has any text of its own."""
-    return [
-        node_text(node)
-        for node in nodes
-        if node.get_content(metadata_mode=MetadataMode.NONE).strip()
-    ]
+def node_texts(nodes: Iterable[BaseNode], *, behind_previous: bool = True) -> list[NodeText]:
+    """`node_text` of every node that has any text of its own.
+
+    Args:
+        nodes: as a splitter made them, say.
+        behind_previous: encode a node behind the one before it in its document, if that is among
+            ``nodes``; the splitter says which it is.
+    """
+    having = [node for node in nodes if node.get_content(metadata_mode=MetadataMode.NONE).strip()]
+    texts = {node.node_id: node_text(node) for node in having}
+    if not behind_previous:
+        return [texts[node.node_id] for node in having]
+    return [texts[node.node_id].following(texts.get(_previous(node))) for node in having]
+
+
+def _previous(node: BaseNode) -> str:
+    related = node.relationships.get(NodeRelationship.PREVIOUS)
+    return related.node_id if isinstance(related, RelatedNodeInfo) else ""

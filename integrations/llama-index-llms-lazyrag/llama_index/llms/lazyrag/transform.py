@@ -22,17 +22,24 @@ class LazyKVTransform(TransformComponent):
     Args:
         llm: the LLM whose engine encodes and stores.
         show_progress: a progress bar on stderr.
+        behind_previous: see `node_texts`: answers are nearer to full attention's, encoding takes up
+            to 128 tokens a node more.
 
     Examples:
         >>> IngestionPipeline(transformations=[splitter, LazyKVTransform(llm), embed_model])
     """
 
     show_progress: bool = Field(default=False, description="A progress bar on stderr.")
+    behind_previous: bool = Field(
+        default=True, description="Encode nodes behind the one before them in their document."
+    )
 
     _llm: LazyKVLLM = PrivateAttr()
 
-    def __init__(self, llm: LazyKVLLM, *, show_progress: bool = False) -> None:
-        fields: dict[str, Any] = {"show_progress": show_progress}
+    def __init__(
+        self, llm: LazyKVLLM, *, show_progress: bool = False, behind_previous: bool = True
+    ) -> None:
+        fields = {"show_progress": show_progress, "behind_previous": behind_previous}
         super().__init__(**fields)
         self._llm = llm
 
@@ -43,7 +50,7 @@ class LazyKVTransform(TransformComponent):
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Encode what the store does not hold yet and return ``nodes`` themselves."""
-        texts = node_texts(nodes)
+        texts = node_texts(nodes, behind_previous=self.behind_previous)
         if texts:
             self._llm.engine.precompute(texts, progress=self.show_progress)
         return nodes
@@ -67,4 +74,5 @@ class LazyKVTransform(TransformComponent):
             "sink": engine.sink,
             "kv_dtype": engine.encoding.dtype.value,
             "encoding": engine.encoding.digest.hex(),
+            "behind_previous": self.behind_previous,
         }
