@@ -132,8 +132,8 @@ class QualityBench:
         for ids, owned in waiting.items():
             if ids not in self._encoders:
                 self._encoders[ids] = Encoder(self._model, ids, self._model.dtype)
-            owned.sort(key=lambda one: _read(one[1]))
-            for first, stop in _batches([_read(node) for _, node in owned], self._batch):
+            owned.sort(key=lambda one: one[1].tokens_to_compute)
+            for first, stop in _batches([node.tokens_to_compute for _, node in owned], self._batch):
                 batch = owned[first:stop]
                 encoded = self._encoders[ids].encode(
                     [node.ids for _, node in batch], [node.behind for _, node in batch]
@@ -275,11 +275,6 @@ def _encodings(settings: Sequence[Setting]) -> set[tuple[str, Told]]:
     """Everything that nodes have to be encoded behind."""
     reused = [setting for setting in settings if setting.use is not Use.ANEW]
     return {(setting.sink, setting.told) for setting in (FAST, *reused)}
-
-
-def _read(node: NodeRun) -> int:
-    """Tokens through the model to encode it."""
-    return len(node.behind) + len(node.ids)
 
 
 def _batches(lengths: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:

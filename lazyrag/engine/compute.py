@@ -67,7 +67,7 @@ class NodeComputer:
             ModelError: a value does not fit the KV dtype.
         """
         (kv,) = self._encoder.encode([run.ids], [run.behind])
-        bring_s = self._costs.bring_s(len(run.ids), kv.nbytes, in_host_memory=False)
+        bring_s = self._costs.bring_s(run.tokens_to_compute, kv.nbytes, in_host_memory=False)
         written = self._writer.write(run.key, kv, bring_s, lambda write: self._put(run, write))
         if not written and self._was_released(run):
             self._writer.released.append(run.key)

@@ -211,7 +211,7 @@ class Fetcher:
         outcome = self.load(fetch.run)
         if isinstance(outcome, StoredKV):
             run, nbytes = fetch.run, outcome.nbytes
-            bring_s = self._costs.bring_s(len(run.ids), nbytes, in_host_memory=False)
+            bring_s = self._costs.bring_s(run.tokens_to_compute, nbytes, in_host_memory=False)
             outcome = self._host.keep(run.key, outcome, bring_s)
             if fetch.released:  # `forget` marks it, then clears the host tier: one of us does
                 self._host.forget(run.key)

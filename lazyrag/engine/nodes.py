@@ -258,9 +258,9 @@ class NodePlacer:
     def _computing_is_faster(self, run: NodeRun) -> bool:
         if self._fetcher.in_reach(run.key):
             return False
-        before = sum(len(a.run.ids) for a in list(self._arriving.values()) if a.reason)
+        before = sum(a.run.tokens_to_compute for a in list(self._arriving.values()) if a.reason)
         read_s = self._fetcher.expected_s(run)
-        return self._costs.encoding_is_faster(len(run.ids), before, read_s)
+        return self._costs.encoding_is_faster(run.tokens_to_compute, before, read_s)
 
     def place(self, until: float) -> bool:
         """Send and write what has been read, at least one node, others until a point in time.

@@ -151,7 +151,7 @@ class _Bench:
         for key in [key for key in self._held if key not in needed]:
             self._pool.release(self._held.pop(key))
         missing = [node for key, node in needed.items() if key not in self._held]
-        for batch in length_batches([len(node.ids) + len(node.behind) for node in missing]):
+        for batch in length_batches([node.tokens_to_compute for node in missing]):
             encoded = self._encoder.encode(
                 [missing[number].ids for number in batch],
                 [missing[number].behind for number in batch],

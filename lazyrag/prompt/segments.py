@@ -63,6 +63,11 @@ class NodeRun:
     source: NodeSource = NodeSource.INGESTED
     behind: tuple[int, ...] = ()
 
+    @property
+    def tokens_to_compute(self) -> int:
+        """Tokens through the model to encode the whole node."""
+        return len(self.behind) + len(self.ids)
+
 
 Run = LiveRun | NodeRun
 
