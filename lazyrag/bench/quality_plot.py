@@ -7,7 +7,7 @@ from html import escape
 from math import isfinite, log
 
 from lazyrag.bench.quality_rows import Row
-from lazyrag.bench.quality_settings import EVERYTHING, Kept, Setting, Use
+from lazyrag.bench.quality_settings import EVERYTHING, OF_PARTS, Kept, Setting, Use
 from lazyrag.bench.quality_statistics import Summary, Table
 
 _LEFT, _TOP, _WIDTH, _HEIGHT = 60, 20, 560, 360
@@ -40,7 +40,11 @@ def svg(rows: Sequence[Row], named: Sequence[str] = ()) -> str:
         named: settings whose names are written beside their points.
     """
     table = Table(rows)
-    known = {setting.name: setting for setting in EVERYTHING if setting.kept is not Kept.NONE}
+    known = {
+        setting.name: setting
+        for setting in (*EVERYTHING, *OF_PARTS)
+        if setting.kept is not Kept.NONE
+    }
     points = [
         (kind_of(known[name]), table.summary(name, table.examples_of()))
         for name in table.settings

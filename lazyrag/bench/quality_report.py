@@ -11,7 +11,15 @@ from typing import Any
 
 from lazyrag.bench.quality_data import Half
 from lazyrag.bench.quality_rows import Row
-from lazyrag.bench.quality_settings import EVERYTHING, FAST, FULL, Chooser, Setting, Use
+from lazyrag.bench.quality_settings import (
+    EVERYTHING,
+    FAST,
+    FULL,
+    OF_PARTS,
+    Chooser,
+    Setting,
+    Use,
+)
 from lazyrag.bench.quality_statistics import Interval, Key, Summary, Table
 from lazyrag.quality.ladder import RUNGS
 
@@ -62,7 +70,7 @@ class Rung:
 
 def ladder(table: Table) -> list[Rung]:
     """Every rung for which there are candidates."""
-    known = {setting.name: setting for setting in EVERYTHING}
+    known = {setting.name: setting for setting in (*EVERYTHING, *OF_PARTS)}
     ran = [known[name] for name in table.settings if name in known and known[name].tunable]
     rungs = []
     for name, limit in LIMITS.items():
