@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
 
@@ -104,10 +104,6 @@ class NodeText:
     def forms(self) -> tuple[str, ...]:
         """The text and its aliases."""
         return (self.text, *self.aliases)
-
-    def following(self, previous: NodeText | None) -> NodeText:
-        """The same, encoded behind the passage before it in its document; None = it has none."""
-        return self if previous is None else replace(self, behind=f"{previous.text}\n\n")
 
 
 @dataclass(frozen=True, slots=True)

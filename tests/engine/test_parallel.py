@@ -56,7 +56,7 @@ TEXTS = [
     for n in range(9)
 ]
 NODES = [
-    NodeText(text).following(NodeText(TEXTS[number - 1]) if number % 2 else None)
+    NodeText(text, behind=TEXTS[number - 1] if number % 2 else "")
     for number, text in enumerate(TEXTS)
 ]
 ORDERS = ((0, 1), (1, 0), (5, 8), (3, 3))

@@ -17,6 +17,7 @@ from langchain_core.prompts.message import BaseMessagePromptTemplate
 
 from langchain_lazyrag.messages import message_text
 from lazyrag import Engine, NodeKey, NodeText, Reference
+from lazyrag.adapter.passages import following
 from lazyrag.errors import RequestError
 
 Progress = Callable[[int, int], None] | bool
@@ -91,8 +92,8 @@ def document_texts(
             continue
         text = document_text(document, document_prompt, reference)
         source = document.metadata.get("source")
-        follows = behind_previous and last is not None and source and source == last[0]
-        yield text.following(last[1]) if follows and last is not None else text
+        previous = last[1] if last is not None and source and source == last[0] else None
+        yield following(text, previous) if behind_previous else text
         last = source, text
 
 

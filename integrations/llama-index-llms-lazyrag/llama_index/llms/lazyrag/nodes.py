@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo
 
+from lazyrag.adapter.passages import following
 from lazyrag.types import NodeText
 
 
@@ -35,7 +36,7 @@ def node_texts(nodes: Iterable[BaseNode], *, behind_previous: bool = True) -> li
     texts = {node.node_id: node_text(node) for node in having}
     if not behind_previous:
         return [texts[node.node_id] for node in having]
-    return [texts[node.node_id].following(texts.get(_previous(node))) for node in having]
+    return [following(texts[node.node_id], texts.get(_previous(node))) for node in having]
 
 
 def _previous(node: BaseNode) -> str:
