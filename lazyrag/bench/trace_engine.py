@@ -144,7 +144,9 @@ class TraceEngine(Engine):
         fetches = []
         for text in texts:
             node = self._library.identify(text)
-            fetches.append(self._fetcher.fetch(NodeRun(node.key, node.ids, len(node.ids))))
+            fetches.append(
+                self._fetcher.fetch(NodeRun(node.key, node.ids, len(node.ids), behind=node.behind))
+            )
         for fetch in fetches:
             fetch.outcome.result()
         here = sum(fetch.run.key in self._host for fetch in fetches)

@@ -382,7 +382,11 @@ class Engine:
         return [id for run in runs for id in run.ids]
 
     def key_of(self, text: str) -> NodeKey:
-        """The key of a text as a node, whether or not it is stored."""
+        """The key of a text as a node, whether or not it is stored.
+
+        Raises:
+            StoreError: the index cannot be read.
+        """
         return self._library.identify(text).key
 
     # ingestion

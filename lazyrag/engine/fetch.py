@@ -165,7 +165,7 @@ class Fetcher:
         """Raw KV, checked, in this thread; whatever goes wrong is a `LoadFailure`."""
         started = time.perf_counter()
         try:
-            stored = self._store.load(run.key, run.ids)
+            stored = self._store.load(run.key, run.ids, run.behind)
         except Exception as error:
             logger.warning("node %s is computed anew: %r", run.key, error)
             return LoadFailure.UNREADABLE

@@ -62,11 +62,6 @@ class _Item:
     given: NodeText
     node: NodeIdentity
 
-    @property
-    def read(self) -> int:
-        """Tokens through the model to compute it."""
-        return len(self.node.behind) + len(self.node.ids)
-
 
 class Ingestor:
     """Encodes what the store does not have and registers every text.
@@ -132,21 +127,21 @@ class Ingestor:
             self._library.describe(form, node.reference, alias=True, behind=node.behind)
             for _, node in _named(texts)
             for form in node.forms
-            if form.strip() and not self._library.knows(form) and _is_unicode(form)
+            if form.strip() and not self._library.knows(form) and _is_unicode(form + node.behind)
         )
 
     def estimate(self, texts: Iterable[str | NodeText], *, measure: bool = True) -> IngestEstimate:
         """See `lazyrag.Engine.estimate`."""
         count = tokens = read = missing = 0
-        seen: set[NodeKey] = set()
+        seen: set[int] = set()  # by hashes, of 64 bits
         for items in self._windows(texts):
             count += len(items)
             for item in self._missing(items):
-                if item.node.key not in seen:
-                    seen.add(item.node.key)
+                if (text := hash(item.given.text)) not in seen:
+                    seen.add(text)
                     missing += 1
                     tokens += len(item.node.ids)
-                    read += item.read
+                    read += item.node.tokens_to_compute
         seconds = read * self._measure() if measure and read else None
         return IngestEstimate(
             count, count - missing, tokens, tokens * self._bytes_per_token, seconds
@@ -155,14 +150,17 @@ class Ingestor:
     def _windows(self, texts: Iterable[str | NodeText]) -> Iterator[list[_Item]]:
         named = _named(texts)
         while window := list(islice(named, READ_AHEAD)):
-            yield [self._item(name, node) for name, node in window]
+            first: dict[str, NodeIdentity] = {}  # others of equal text stand behind the same
+            yield [self._item(name, node, first) for name, node in window]
 
-    def _item(self, name: str, node: NodeText) -> _Item:
+    def _item(self, name: str, node: NodeText, first: dict[str, NodeIdentity]) -> _Item:
         for form in (*node.forms, node.behind):
             check_unicode(name, form)
         if not node.text.strip():
             raise RequestError(f"{name} is empty: there is nothing to ingest.")
-        item = _Item(node, self._identify(node))
+        if node.text not in first:
+            first[node.text] = self._identify(node)
+        item = _Item(node, first[node.text])
         if len(item.node.ids) > self._longest:
             raise RequestError(
                 f"{name} has {len(item.node.ids):,} tokens, the model's context window leaves "
@@ -180,7 +178,7 @@ class Ingestor:
     def _store_missing(self, items: list[_Item]) -> Iterator[int]:
         """Encode and store what the store does not have; yields the tokens of each batch."""
         missing = self._missing(items)
-        for indices in length_batches([item.read for item in missing]):
+        for indices in length_batches([item.node.tokens_to_compute for item in missing]):
             batch = [missing[index] for index in indices]
             ids, behind = [item.node.ids for item in batch], [item.node.behind for item in batch]
             self._store.check_space(sum(map(len, ids)) * self._bytes_per_token)

@@ -42,7 +42,7 @@ class Library:
         self._last = 0
         self._lock = threading.Lock()
         # a retrieved node is retrieved again: its tokens need not be found again
-        self._identified = lru_cache(maxsize=REMEMBERED_TEXTS)(self._identify)
+        self._ids = lru_cache(maxsize=REMEMBERED_TEXTS)(self._tokenise)
 
     def identify(self, text: str, behind: str = "") -> NodeIdentity:
         """A text as a node: as it is registered, else as it would be behind ``behind``.
@@ -51,22 +51,27 @@ class Library:
             StoreError: the index cannot be read.
         """
         row = self._index.find_text(self._encoding, text)
-        return self._identified(text, behind if row is None else row.behind)
+        return self._new(text, behind) if row is None else self._known(row)
 
-    def _identify(self, text: str, behind: str) -> NodeIdentity:
-        ids = tuple(self._tokenizer.encode_text(text))
-        before = tuple(self._tokenizer.encode_text(behind)) if behind else ()
-        most = min(MOST_BEHIND, max(0, self._longest - len(ids)))
-        before = before[max(0, len(before) - most) :]
+    def _tokenise(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode_text(text))
+
+    def _new(self, text: str, behind: str) -> NodeIdentity:
+        ids = self._ids(text)
+        before = ids_behind(self._tokenizer, behind, self._longest - len(ids))
         return NodeIdentity(node_key(self._encoding, ids, before), ids, before)
+
+    def _known(self, row: TextRow) -> NodeIdentity:
+        ids = self._ids(row.text)
+        return NodeIdentity(node_key(self._encoding, ids, row.behind), ids, row.behind)
 
     def describe(
         self, text: str, reference: Reference | None, *, alias: bool, behind: str = ""
     ) -> NewText:
         """A text as `register` takes it."""
-        node = self._identified(text, behind)
+        node = self._new(text, behind)
         signature = sign(text).to_bytes()
-        return NewText(text, node.key, len(node.ids), alias, signature, reference, behind)
+        return NewText(text, node.key, len(node.ids), alias, signature, reference, node.behind)
 
     def register(self, texts: Iterable[NewText]) -> None:
         """Make texts findable.
@@ -113,7 +118,7 @@ class Library:
         for match in recognition.matches:
             if (row := self._index.text(match.text_id)) is None:
                 continue
-            node = self._identified(row.text, row.behind)
+            node = self._known(row)
             if node.key == row.key:  # else it was registered by another build
                 nodes.append(FoundNode(match.start, match.stop, node, _source(row)))
         for miss in recognition.near:
@@ -137,6 +142,18 @@ class Library:
     def _text(self, id: TextId) -> str | None:
         row = self._index.text(id)
         return None if row is None else row.text
+
+
+def ids_behind(tokenizer: PromptTokenizer, behind: str, room: int) -> tuple[int, ...]:
+    """The end of a text that a node is encoded behind.
+
+    Args:
+        tokenizer: of the model.
+        behind: what stands before the node; may be empty.
+        room: tokens that the context window leaves for it.
+    """
+    ids = tokenizer.encode_text(behind) if behind else []
+    return tuple(ids[max(0, len(ids) - max(0, min(MOST_BEHIND, room))) :])
 
 
 def _source(row: TextRow) -> NodeSource:

@@ -181,7 +181,7 @@ class Request:
                 counted.add(run.key)
                 bytes_read[origin.tier] += origin.nbytes
                 if origin.reason is not None and origin.reason not in _LIVE:
-                    report.tokens_computed += len(run.ids)
+                    report.tokens_computed += run.tokens_to_compute
             if not run.used:
                 origin = Origin(Tier.NONE, 0, Reason.LAST_TOKEN)
             elif one.anew:

@@ -40,6 +40,11 @@ class NodeIdentity:
     ids: tuple[int, ...]
     behind: tuple[int, ...] = ()
 
+    @property
+    def tokens_to_compute(self) -> int:
+        """Tokens through the model to encode it."""
+        return len(self.behind) + len(self.ids)
+
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:

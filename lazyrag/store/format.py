@@ -138,7 +138,7 @@ def read_node(path: Path, key: NodeKey, size: int | None = None) -> StoredKV:
         raise DamagedFileError("tensor shapes disagree")
     if metadata.get("checksum") != _checksum(*tensors.values()):
         raise DamagedFileError("checksum differs")
-    behind = tensors["behind"].tolist() if "behind" in tensors else ()
+    behind = tensors["behind"].flatten().tolist() if "behind" in tensors else ()
     return StoredKV(tuple(ids.tolist()), k, v, tuple(behind))
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from lazyrag.errors import StoreError
@@ -55,7 +56,7 @@ CREATE TABLE refs (
 CREATE INDEX refs_by_text ON refs (text);
 INSERT INTO refs SELECT encoding, '', '', id FROM texts;
 """
-_BEHIND = "ALTER TABLE texts ADD COLUMN behind TEXT NOT NULL DEFAULT ''"
+_BEHIND = "ALTER TABLE texts ADD COLUMN behind BLOB NOT NULL DEFAULT x''"
 _STEPS = (_NODES_AND_TEXTS, _REFERENCES, _BEHIND)
 """What makes each version of the index from the one before; never changed, only added to."""
 SCHEMA_VERSION = len(_STEPS)
@@ -77,7 +78,7 @@ class NodeRow:
 class TextRow:
     """A registered text; the node of an ``alias`` is encoded and stored at its first use.
 
-    ``behind`` is the text that it is encoded behind, see `NodeText`.
+    ``behind`` are the ids that it is encoded behind, see `StoredKV`.
     """
 
     id: TextId
@@ -85,7 +86,7 @@ class TextRow:
     tokens: int
     alias: bool
     text: str
-    behind: str
+    behind: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class NewText:
     alias: bool
     signature: bytes
     reference: Reference | None = None
-    behind: str = ""
+    behind: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,7 @@ class StoreIndex:
                         row.alias,
                         row.text,
                         row.signature,
-                        row.behind,
+                        np.asarray(row.behind, "<i4").tobytes(),
                     ),
                 )
                 db.execute(
@@ -334,6 +335,7 @@ def _node_row(row: tuple[Any, ...]) -> NodeRow:
 
 def _text_row(row: tuple[Any, ...]) -> TextRow:
     id, key, tokens, alias, text, behind = row
+    before = np.frombuffer(bytes(behind), "<i4").tolist()
     return TextRow(
-        TextId(int(id)), NodeKey(bytes(key)), int(tokens), bool(alias), str(text), str(behind)
+        TextId(int(id)), NodeKey(bytes(key)), int(tokens), bool(alias), str(text), tuple(before)
     )

@@ -139,8 +139,10 @@ class KVStore:
         """Whether the index lists the node."""
         return self.index.node(key) is not None
 
-    def load(self, key: NodeKey, ids: Sequence[int]) -> StoredKV | LoadFailure:
-        """Load a node and check it down to its token ids.
+    def load(
+        self, key: NodeKey, ids: Sequence[int], behind: Sequence[int] = ()
+    ) -> StoredKV | LoadFailure:
+        """Load a node and check it down to its token ids and those it was encoded behind.
 
         A damaged file is moved to ``quarantine`` and the node forgotten, so it can be made anew.
 
@@ -154,7 +156,7 @@ class KVStore:
                 return LoadFailure.ABSENT
             try:
                 kv = read_node(self.file(key), key, row.bytes)
-                if kv.ids != tuple(ids):
+                if (kv.ids, kv.behind) != (tuple(ids), tuple(behind)):
                     raise DamagedFileError("token ids differ")
                 return kv
             except DamagedFileError:

@@ -11,12 +11,17 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from typer.testing import Result
 
+from lazyrag.engine.library import MOST_BEHIND
+from lazyrag.store import KVStore
+from lazyrag.store.format import read_node
+from lazyrag.types import NodeKey
 from tests.cli.support import FILES, Corpus, run, run_json
 
 HEAVY = ("torch", "transformers", "llama_index", "chromadb", "sentence_transformers")
@@ -137,29 +142,36 @@ def kept_keys(index: Path) -> set[str]:
     return {file.stem for file in (index / "kv" / "nodes").rglob("*.safetensors")}
 
 
-def behind_by_text(index: Path) -> dict[str, str]:
-    with sqlite3.connect(index / "kv" / "index.sqlite") as db:
-        return dict(db.execute("SELECT text, behind FROM texts WHERE NOT alias"))
+def nodes_by_text(index: Path) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Of each passage its ids and those that it was encoded behind."""
+    store = KVStore.open(index / "kv")
+    query = "SELECT text, key FROM texts WHERE NOT alias ORDER BY id"
+    with closing(sqlite3.connect(index / "kv" / "index.sqlite")) as db:
+        keys = {text: NodeKey(key) for text, key in db.execute(query)}
+    nodes = {text: read_node(store.file(key), key) for text, key in keys.items()}
+    store.close()
+    return {text: (node.ids, node.behind) for text, node in nodes.items()}
 
 
 def test_passages_of_a_file_are_encoded_behind_the_one_before(corpus: Corpus) -> None:
-    behind = behind_by_text(corpus.index)
-    lamps = [text for text in behind if text.startswith("file_name: long.rst")]
-    assert len(lamps) > 1
-    assert behind[lamps[0]] == ""
-    for before, text in pairwise(lamps):
-        assert behind[text] == f"{before}\n\n"
-    assert all(not before for text, before in behind.items() if text not in lamps)
+    """Behind the end of it and a blank line."""
+    nodes = nodes_by_text(corpus.index)
+    lamps = [node for text, node in nodes.items() if text.startswith("file_name: long.rst")]
+    assert len(lamps) > 1 and not lamps[0][1]
+    for (ids, _), (_, behind) in pairwise(lamps):
+        assert 8 < len(behind) <= MOST_BEHIND
+        assert behind[:-1] == ids[1 - len(behind) :]
+    assert not any(node[1] for node in nodes.values() if node not in lamps)
 
 
 def test_lost_store_is_filled_again(copied: Corpus) -> None:
-    keys, behind = kept_keys(copied.index), behind_by_text(copied.index)
+    keys, nodes = kept_keys(copied.index), nodes_by_text(copied.index)
     for path in (copied.index / "kv").rglob("*"):
         if path.is_file():
             path.unlink()
     summary = copied.ingest()
     assert summary["repaired"] == copied.summary["chunks"]
-    assert (kept_keys(copied.index), behind_by_text(copied.index)) == (keys, behind)
+    assert (kept_keys(copied.index), nodes_by_text(copied.index)) == (keys, nodes)
     assert run_json("store", "stats", "--index", copied.index)["nodes"] == copied.summary["chunks"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 from lazyrag import Engine, Live, Node, NodeText, Reference, RequestError, StoreError
+from lazyrag.engine.encode import Encoder
 from lazyrag.engine.library import MOST_BEHIND
+from lazyrag.engine.scaling import _Bench
 from lazyrag.model import oracle
 from lazyrag.model.oracle import eager_logits
 from lazyrag.prompt.segments import end_live, place
+from lazyrag.store import StoredKV
 from lazyrag.types import Quality, Segment
 from tests.support.close import assert_close, assert_far
 from tests.support.tiny import CONFIGS
@@ -155,6 +159,62 @@ def test_of_one_text_behind_several_the_first_one_counts(engine: Engine):
     assert engine.store.verify() == []
 
 
+def test_texts_that_repeat_are_computed_once(engine: Engine):
+    """Whatever each of them stands behind, in one batch and in several."""
+    texts = [behind(before=f"{number} words before it.\n\n") for number in range(70)]
+    estimate, one = engine.estimate(texts), engine.estimate(texts[:1])
+    assert (estimate.texts, estimate.already_stored) == (70, 69)
+    assert (estimate.tokens, estimate.bytes) == (one.tokens, one.bytes)
+    before = engine.stats().encoded_tokens
+    seen: list[tuple[int, int]] = []
+    keys = engine.precompute(texts, progress=lambda *done: seen.append(done))
+    assert len(set(keys)) == 1 and seen[-1] == (one.tokens, one.tokens)
+    read = engine._library.identify(PASSAGE)
+    assert engine.stats().encoded_tokens - before == read.tokens_to_compute
+    assert engine.store.stats().nodes == 1 and engine.store.verify() == []
+
+
+def test_registered_it_is_encoded_behind_the_same_at_its_first_use(open_engine):
+    """And the report counts all that went through the model; host memory keeps what it needs."""
+    engine = open_engine(host_bytes=2**28)
+    assert engine.register([behind(), behind(OTHER, before="bad \ud800")]) == 1
+    report = engine.chat(MESSAGES, max_new_tokens=1).report
+    assert [(node.status, node.reason) for node in report.nodes] == [("recomputed", "first use")]
+    node = engine._library.identify(PASSAGE)
+    assert node.behind
+    live = report.prompt_tokens - len(node.ids)
+    assert report.tokens_computed == live + node.tokens_to_compute
+    engine.flush()
+    assert engine.store.verify() == []
+    stored = engine.store.load(node.key, node.ids, node.behind)
+    assert isinstance(stored, StoredKV) and stored.behind == node.behind
+    engine.close()
+    again = open_engine()
+    assert statuses(again) == [("reused", None)]
+
+
+def test_what_another_build_registered_is_not_found(engine: Engine):
+    """Its key is not the one that these ids make."""
+    (key,) = engine.precompute([behind()])
+    with sqlite3.connect(engine.store.path / "index.sqlite") as db:
+        db.execute("UPDATE texts SET behind = x'0100000002000000'")
+    assert engine.chat(MESSAGES, max_new_tokens=1).report.nodes == []
+    assert engine.store.has(key)
+
+
+def test_a_scale_is_searched_over_nodes_as_they_are_served(engine: Engine):
+    node = replace(engine._reader.read_segments([Node(text=PASSAGE)]).runs[0], behind=(5, 6, 7))
+    bed = _Bench(engine._model, engine.encoding.sink, engine._ladder)
+    bed._hold([node])
+    (pages,) = bed._held.values()
+    page = bed._pool.page_size
+    slots = [pages[i // page] * page + i % page for i in range(len(node.ids))]
+    (expected,) = Encoder(engine._model, engine.encoding.sink, torch.float32).encode(
+        [node.ids], [node.behind]
+    )
+    assert_close("values", expected.v, bed._pool.v[:, slots].cpu(), TOLERANCE)
+
+
 def test_another_process_registers_the_text_first(open_engine, monkeypatch):
     engine, other = open_engine(), open_engine()
     original = engine._library.register
@@ -178,6 +238,8 @@ def test_only_the_end_counts(engine: Engine):
     node = engine._library.identify(PASSAGE)
     assert len(node.behind) == MOST_BEHIND
     assert node.behind == tuple(engine._model.tokenizer.encode_text(before))[-MOST_BEHIND:]
+    row = engine.store.index.find_text(engine.encoding.digest, PASSAGE)
+    assert row is not None and row.behind == node.behind  # no more of that text is kept
     engine.release([FIRST])
     assert engine.precompute([behind(before=f"Other text. {before}")]) == [key]
 

@@ -64,6 +64,11 @@ def test_documents_of_one_source_stand_behind_the_one_before() -> None:
     named = list(document_texts(given[:2], WITH_SOURCE, [Reference("d", "1"), Reference("d", "2")]))
     assert named[1].behind == "Source: a.md\none\n\n" and named[1].aliases == ("two",)
     assert [text.reference for text in named] == [Reference("d", "1"), Reference("d", "2")]
+    with pytest.raises(ValueError, match="shorter"):
+        list(document_texts(given[:2], None, [Reference("d", "1")]))
+    for strange in (["a.md"], {"name": "a.md"}, 7, b"a.md"):
+        both = [Document(page_content=word, metadata={"source": strange}) for word in ("x", "y")]
+        assert [text.behind for text in document_texts(both)] == ["", ""]
 
 
 def test_precompute_encodes_behind_the_one_before(chat: ChatLazyKV) -> None:

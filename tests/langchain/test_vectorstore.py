@@ -209,6 +209,12 @@ def test_documents_of_one_source_are_encoded_behind_the_one_before(
     assert reuse_of(vik, "\n\n".join(TEXTS[1:])) == (len(TEXTS) - 1, 0)
     vectors.delete([document.id for document in sourced])
     assert stored(vik) == set()
+    twice = [sourced[0], sourced[1], sourced[2].model_copy(update={"id": "0"})]
+    nodes = vectors._nodes(twice, ["0", "1", "0"])
+    assert [(node.text, node.behind) for node in nodes] == [
+        (TEXTS[1].strip(), ""),
+        (TEXTS[2].strip(), f"{TEXTS[1].strip()}\n\n"),
+    ]
     plain = LazyKVVectorStore(vectors.store, vik, owner="plain", behind_previous=False)
     plain.add_documents(sourced)
     assert [vik.engine.key_of(text) for text in TEXTS] == alone

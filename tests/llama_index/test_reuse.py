@@ -66,6 +66,8 @@ def test_nodes_of_a_document_are_encoded_behind_the_one_before(nodes: list[TextN
         ([empty, second], [""]),
         ([third], [""]),
     ]
+    same_id = [TextNode(text=word, id_="x") for word in ("one text", "two text")]
+    assert [text.text for text in node_texts(same_id)] == ["one text", "two text"]
     for given, before in cases:
         made = node_texts(given)
         assert [text.behind for text in made] == [text and f"{text}\n\n" for text in before]

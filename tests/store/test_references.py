@@ -324,7 +324,7 @@ def test_an_old_index_is_migrated(tmp_path: Path, version: int):
         with sqlite3.connect(index) as db:
             assert db.execute("PRAGMA user_version").fetchone() == (LATEST,)
         row = store.index.find_text(ENCODING, "alias")
-        assert row is not None and row.behind == ""
+        assert row is not None and row.behind == ()
         store.close()
 
 

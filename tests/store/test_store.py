@@ -55,7 +55,7 @@ def store(tmp_path: Path) -> KVStore:
 def test_a_node_comes_back_bit_for_bit(store: KVStore, dtype, behind):
     node = make([5, 6, 7], dtype, behind)
     store.publish(ENCODING.digest, [node])
-    loaded = store.load(node.key, [5, 6, 7])
+    loaded = store.load(node.key, [5, 6, 7], behind)
     assert isinstance(loaded, StoredKV)
     assert loaded.ids == (5, 6, 7) and loaded.behind == behind
     assert torch.equal(loaded.k, node.kv.k) and torch.equal(loaded.v, node.kv.v)
@@ -136,13 +136,13 @@ def test_a_damaged_file_is_found_and_never_served(
     DAMAGE[damage](store.file(bad.key))
     problems = store.verify()
     assert [problem.key for problem in problems] == [bad.key]
-    assert store.load(bad.key, [4, 5, 6]) is LoadFailure.DAMAGED
-    assert store.load(bad.key, [4, 5, 6]) is LoadFailure.ABSENT
+    assert store.load(bad.key, [4, 5, 6], behind) is LoadFailure.DAMAGED
+    assert store.load(bad.key, [4, 5, 6], behind) is LoadFailure.ABSENT
     assert store.stats().quarantined == 1
     assert not (tmp_path / "exploded").exists()
     assert isinstance(store.load(good.key, [1, 2, 3]), StoredKV)
     store.publish(ENCODING.digest, [bad])
-    assert isinstance(store.load(bad.key, [4, 5, 6]), StoredKV)
+    assert isinstance(store.load(bad.key, [4, 5, 6], behind), StoredKV)
 
 
 def test_another_nodes_file_is_not_served(store: KVStore):
@@ -162,6 +162,9 @@ def test_ids_are_compared_after_the_key(store: KVStore):
 def test_what_a_node_stood_behind_is_part_of_its_key(store: KVStore):
     alone, behind, other = (make([4, 5], behind=before) for before in ((), (8, 9), (9, 8)))
     assert len({alone.key, behind.key, other.key, make([8, 9, 4, 5]).key}) == 4
+    store.publish(ENCODING.digest, [other])
+    assert store.load(other.key, [4, 5], [8, 9]) is LoadFailure.DAMAGED
+    assert store.load(other.key, [4, 5], [9, 8]) is LoadFailure.ABSENT
     store.publish(ENCODING.digest, [replace(alone, key=behind.key), other])
     assert [problem.key for problem in store.verify()] == [behind.key]
 

@@ -79,20 +79,22 @@ def document_texts(
     Args:
         documents: in the order in which they were split.
         document_prompt: see `document_text`.
-        references: of each document; none = they are kept for good.
+        references: as many as documents; none = they are kept for good.
         behind_previous: encode a document behind the one before it, if both name the same
-            ``source`` in their metadata.
+            ``source`` in their metadata. Of those that an update brings that is the one before it
+            among what has changed.
 
     Raises:
         ValueError: see `document_text`.
     """
     last: tuple[object, NodeText] | None = None
-    for document, reference in zip(documents, references or repeat(None), strict=False):
+    for document, reference in zip(documents, references or repeat(None), strict=bool(references)):
         if not document.page_content.strip():
             continue
         text = document_text(document, document_prompt, reference)
         source = document.metadata.get("source")
-        previous = last[1] if last is not None and source and source == last[0] else None
+        named = isinstance(source, str) and source != ""
+        previous = last[1] if named and last is not None and source == last[0] else None
         yield following(text, previous) if behind_previous else text
         last = source, text
 

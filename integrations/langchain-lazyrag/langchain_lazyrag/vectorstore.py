@@ -201,7 +201,10 @@ class LazyKVVectorStore(VectorStore):
 
     def _nodes(self, documents: Sequence[Document], ids: Sequence[str]) -> list[NodeText]:
         """One a document with content; of documents with one id the last."""
-        by_id = dict(zip(ids, documents, strict=True))
+        by_id: dict[str, Document] = {}
+        for id, document in zip(ids, documents, strict=True):
+            by_id.pop(id, None)  # the last one counts, where it stands
+            by_id[id] = document
         return list(
             document_texts(
                 by_id.values(),

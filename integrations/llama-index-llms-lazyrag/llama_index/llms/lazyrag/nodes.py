@@ -33,10 +33,14 @@ def node_texts(nodes: Iterable[BaseNode], *, behind_previous: bool = True) -> li
             ``nodes``; the splitter says which it is.
     """
     having = [node for node in nodes if node.get_content(metadata_mode=MetadataMode.NONE).strip()]
-    texts = {node.node_id: node_text(node) for node in having}
+    texts = [node_text(node) for node in having]
     if not behind_previous:
-        return [texts[node.node_id] for node in having]
-    return [following(texts[node.node_id], texts.get(_previous(node))) for node in having]
+        return texts
+    by_id = {node.node_id: text for node, text in zip(having, texts, strict=True)}
+    return [
+        following(text, by_id.get(_previous(node)))
+        for node, text in zip(having, texts, strict=True)
+    ]
 
 
 def _previous(node: BaseNode) -> str:
