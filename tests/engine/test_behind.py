@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lazyrag import Engine, Live, Node, NodeText, Reference, RequestError, StoreError
+from lazyrag.engine import ingest as ingest_module
 from lazyrag.engine.encode import Encoder
 from lazyrag.engine.library import MOST_BEHIND
 from lazyrag.engine.scaling import _Bench
@@ -276,6 +277,29 @@ def test_sizes_are_those_of_the_node_and_time_is_that_of_all_it_reads(engine: En
     engine.precompute([behind()], progress=lambda *done: seen.append(done))
     assert seen[-1] == (told.tokens, told.tokens)
     assert engine.stats().encoded_tokens >= told.seconds
+
+
+def test_what_it_costs_is_what_it_reads(open_engine, monkeypatch):
+    """To compute it is no more work than that of a batch, and is weighed against reading it."""
+    engine = open_engine()
+    read = engine.count_tokens(PASSAGE) + engine.count_tokens(BEFORE)
+    batched: list[int] = []
+    original = ingest_module.length_batches
+    monkeypatch.setattr(
+        ingest_module,
+        "length_batches",
+        lambda lengths: original(batched.extend(lengths) or lengths),
+    )
+    engine.precompute([behind()])
+    assert batched == [read]
+    engine.close()
+    again = open_engine()
+    weighed: list[int] = []
+    monkeypatch.setattr(
+        again._costs, "encoding_is_faster", lambda tokens, *_: weighed.append(tokens) is not None
+    )
+    assert statuses(again) == [("reused", None)]
+    assert weighed == [read]
 
 
 # what goes wrong
