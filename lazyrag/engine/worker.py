@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -50,6 +53,8 @@ class Worker:
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._at_exit = partial(_close_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     def submit(self, request: Request, deliver: Deliver) -> Task:
         """Put a request in line; ``deliver`` is called in threads of the engine.
@@ -163,6 +168,7 @@ class Worker:
 
     def close(self) -> None:
         """End what runs and waits, and the thread. Safe to call more than once."""
+        atexit.unregister(self._at_exit)
         with self._woken:
             self._closed = True
             thread = self._thread
@@ -234,3 +240,13 @@ class Worker:
             task.conclude(error)
         for _, outcome in jobs:
             outcome.set_exception(error)
+
+
+def _close_at_exit(worker: weakref.ref[Worker]) -> None:
+    """Of an engine that nobody has closed.
+
+    A thread that comes back from an operator of torch when the interpreter has ended aborts the
+    process; one of another process is not here.
+    """
+    if (here := worker()) is not None and here._pid == os.getpid():
+        here.close()

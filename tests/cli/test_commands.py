@@ -283,7 +283,13 @@ def test_interrupted_ingestion_leaves_whole_nodes_and_goes_on(tmp_path: Path) ->
         )
     command = [sys.executable, "-m", "lazyrag.cli.main", "ingest", str(docs), "--index", str(index)]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ},
+        # a shell without job control has what it starts in the background ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     deadline = time.monotonic() + 120
     while not list(index.glob("kv/nodes/*/*.safetensors")) and time.monotonic() < deadline:

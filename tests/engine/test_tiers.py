@@ -50,10 +50,10 @@ class Disk:
         self.read: list[NodeKey] = []
         load = KVStore.load
 
-        def held(store, key, ids):
+        def held(store, key, *ids):
             self.read.append(key)
             assert self.held.get(key, self.open).wait(30)
-            return load(store, key, ids)
+            return load(store, key, *ids)
 
         monkeypatch.setattr(KVStore, "load", held)
 
@@ -660,7 +660,7 @@ def test_whatever_goes_wrong_in_a_read_is_computed(open_engine, monkeypatch, kin
     expected = engine.generate(prompt(1), max_new_tokens=4).token_ids
     engine._worker.call(lambda: engine._runner.drop([key(engine, 1)]))
 
-    def broken(store, key, ids):
+    def broken(store, *node):
         raise kind("a fault nobody thought of")
 
     monkeypatch.setattr(KVStore, "load", broken)
@@ -787,8 +787,8 @@ def test_what_is_released_once_it_has_been_read_is_not_kept(open_engine, monkeyp
     engine.precompute([NodeText(text(83), reference=reference)])
     read, go, load = threading.Event(), threading.Event(), KVStore.load
 
-    def slow(store, key, ids):
-        stored = load(store, key, ids)
+    def slow(store, *node):
+        stored = load(store, *node)
         read.set()
         assert go.wait(20)
         return stored
