@@ -27,7 +27,7 @@ def following(text: NodeText, previous: NodeText | None) -> NodeText:
 
 def _overlap(before: str, after: str) -> int:
     """Length of the longest end of ``before`` that ``after`` begins with."""
-    start = before.find(after[:SHORTEST_OVERLAP])
+    start = before.find(after[:SHORTEST_OVERLAP], max(0, len(before) - len(after)))
     while 0 <= start <= len(before) - SHORTEST_OVERLAP:
         if after.startswith(before[start:]):
             return len(before) - start

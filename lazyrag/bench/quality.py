@@ -24,7 +24,7 @@ from lazyrag.bench.quality_settings import (
 )
 from lazyrag.engine.encode import Encoder
 from lazyrag.engine.fill import PageFiller
-from lazyrag.engine.library import ids_behind
+from lazyrag.engine.library import last_ids
 from lazyrag.engine.passes import Passes, Reading, write_nodes
 from lazyrag.engine.pool import PagePool
 from lazyrag.engine.sink import sink_ids
@@ -126,14 +126,12 @@ class QualityBench:
         waiting: dict[tuple[int, ...], list[tuple[Case, NodeRun]]] = {}
         for case in cases:
             case.pages[sink, told] = {}
-            own = waiting.setdefault(self._sink(sink, case), [])
+            ids = self._sink(sink, case)
+            own = waiting.setdefault(ids, [])
             for number, node in enumerate(case.nodes):
-                before = ids_behind(
-                    self._model.tokenizer,
-                    case.example.before(number, told),
-                    self._model.geometry.max_positions - len(node.ids),
-                )
-                own.append((case, replace(node, behind=before)))
+                before = self._model.tokenizer.encode_text(case.example.before(number, told))
+                room = self._model.geometry.max_positions - len(ids) - len(node.ids)
+                own.append((case, replace(node, behind=last_ids(before, room))))
         for ids, owned in waiting.items():
             if ids not in self._encoders:
                 self._encoders[ids] = Encoder(self._model, ids, self._model.dtype)

@@ -66,7 +66,8 @@ class Example:
         if number == first:
             return ""
         if told is Told.TITLE:
-            return f"{self.titles[self.documents[number]]}\n"
+            title = self.titles[self.documents[number]]
+            return title and f"{title}\n"
         return f"{self.texts[first if told is Told.LEAD else number - 1]}\n\n"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from lazyrag.prompt.anchors import TextSignature, sign
@@ -58,7 +58,7 @@ class Library:
 
     def _new(self, text: str, behind: str) -> NodeIdentity:
         ids = self._ids(text)
-        before = ids_behind(self._tokenizer, behind, self._longest - len(ids))
+        before = last_ids(self._ids(behind), self._longest - len(ids)) if behind else ()
         return NodeIdentity(node_key(self._encoding, ids, before), ids, before)
 
     def _known(self, row: TextRow) -> NodeIdentity:
@@ -144,16 +144,14 @@ class Library:
         return None if row is None else row.text
 
 
-def ids_behind(tokenizer: PromptTokenizer, behind: str, room: int) -> tuple[int, ...]:
-    """The end of a text that a node is encoded behind.
+def last_ids(behind: Sequence[int], room: int) -> tuple[int, ...]:
+    """The end of what stands before a node that it is encoded behind.
 
     Args:
-        tokenizer: of the model.
-        behind: what stands before the node; may be empty.
-        room: tokens that the context window leaves for it.
+        behind: ids of what stands before it.
+        room: tokens that the context window leaves for them.
     """
-    ids = tokenizer.encode_text(behind) if behind else []
-    return tuple(ids[max(0, len(ids) - max(0, min(MOST_BEHIND, room))) :])
+    return tuple(behind[max(0, len(behind) - max(0, min(MOST_BEHIND, room))) :])
 
 
 def _source(row: TextRow) -> NodeSource:

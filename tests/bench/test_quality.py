@@ -99,6 +99,8 @@ def test_documents_are_cut_behind_sentences():
                 assert parts.before(n, Told.NOTHING) == ""
                 title = f"{example.titles[number]}\n" if later else ""
                 assert parts.before(n, Told.TITLE) == title
+                untitled = replace(parts, titles=("",) * len(parts.titles))
+                assert untitled.before(n, Told.TITLE) == ""
                 assert parts.before(n, Told.LEAD) == (f"{texts[0]}\n\n" if later else "")
                 assert parts.before(n, Told.PREVIOUS) == (
                     f"{parts.texts[n - 1]}\n\n" if later else ""
