@@ -24,6 +24,7 @@ from torch import Tensor
 from lazyrag.engine import doctor, scaling
 from lazyrag.engine.answer import Task
 from lazyrag.engine.calibrate import asked, calibrate, riddles, short_enough
+from lazyrag.engine.calls import Calls, in_call
 from lazyrag.engine.climb import Ladder
 from lazyrag.engine.compute import NodeComputer
 from lazyrag.engine.constraint import JsonConstraints
@@ -129,6 +130,7 @@ class Engine:
                 f"{model.name!r} is {geometry.max_positions:,}: nothing is left for a node."
             )
         kv = getattr(torch, self.encoding.dtype.value)
+        calls = self._calls = Calls()
         metrics = self._metrics = Metrics()
         costs = self._costs = Costs(metrics)
         host = self._host = HostTier(
@@ -179,7 +181,7 @@ class Engine:
             leader=leader,
             scaled=self._scaled,
         )
-        self._worker = Worker(self._runner, metrics)
+        self._worker = Worker(self._runner, metrics, calls)
         fetcher.notify = self._worker.node_arrived
         self._ingestor = Ingestor(
             self.store,
@@ -190,6 +192,7 @@ class Engine:
             kv,
             longest_node,
             self._worker.call,
+            calls,
         )
         self._constraints = JsonConstraints(model)
 
@@ -368,19 +371,23 @@ class Engine:
             getattr(torch, self.encoding.dtype.value)
         )
 
+    @in_call
     def count_tokens(self, text: str) -> int:
         """Tokens of a text as a node or as live text."""
         return len(self._model.tokenizer.encode_text(text))
 
+    @in_call
     def text_ids(self, text: str) -> list[int]:
         """The ids of a text as a node or as live text."""
         return list(self._model.tokenizer.encode_text(text))
 
+    @in_call
     def token_ids(self, prompt: Prompt | Sequence[Mapping[str, str]]) -> list[int]:
         """The ids of a prompt as this engine reads it (invariant 4: segment by segment)."""
         runs = self._read(prompt).runs
         return [id for run in runs for id in run.ids]
 
+    @in_call
     def key_of(self, text: str) -> NodeKey:
         """The key of a text as a node, whether or not it is stored.
 
@@ -391,11 +398,13 @@ class Engine:
 
     # ingestion
 
+    @in_call
     def estimate(self, texts: Iterable[str | NodeText]) -> IngestEstimate:
         """Tokens, bytes and seconds that `precompute` would take; writes nothing."""
         self._check_open()
         return self._ingestor.estimate(texts)
 
+    @in_call
     def precompute(
         self,
         texts: Iterable[str | NodeText],
@@ -430,6 +439,7 @@ class Engine:
                 keys = self._ingestor.precompute(texts, bar)
         return keys
 
+    @in_call
     def register(self, texts: Iterable[str | NodeText]) -> int:
         """Make texts findable that are encoded and stored when a prompt first holds them.
 
@@ -446,6 +456,7 @@ class Engine:
         self._check_open()
         return self._ingestor.register(texts)
 
+    @in_call
     def release(self, references: Iterable[Reference], keep: Iterable[str | NodeText] = ()) -> int:
         """Drop references, and the texts and nodes of this engine that nobody refers to any more.
 
@@ -476,6 +487,7 @@ class Engine:
 
     # memory
 
+    @in_call
     def pin(self, nodes: Iterable[str | NodeKey]) -> None:
         """Bring nodes into the pool and keep them there until `unpin`; pins are counted.
 
@@ -499,6 +511,7 @@ class Engine:
             self._runner.check_fits(request)
             self._wait(partial(self._worker.pin, request))
 
+    @in_call
     def unpin(self, nodes: Iterable[str | NodeKey]) -> None:
         """Take one pin of each back: they are idle nodes like others again.
 
@@ -511,6 +524,7 @@ class Engine:
 
     # quality
 
+    @in_call
     def calibrate(
         self,
         texts: Sequence[str] | None = None,
@@ -640,6 +654,7 @@ class Engine:
             )
         return self._start(messages, options, overrides)
 
+    @in_call
     def sample(
         self,
         prompt: Prompt | Sequence[Mapping[str, str]],
@@ -681,7 +696,11 @@ class Engine:
                 stream.close()
 
     def _stream_of(self, request: Request) -> GenerationStream:
-        return GenerationStream(lambda deliver: self._worker.submit(request, deliver))
+        return GenerationStream(partial(self._submit, request))
+
+    @in_call
+    def _submit(self, request: Request, deliver: Deliver) -> Task:
+        return self._worker.submit(request, deliver)
 
     def _start(
         self,
@@ -691,6 +710,7 @@ class Engine:
     ) -> GenerationStream:
         return self._stream_of(self._request(prompt, options, overrides))
 
+    @in_call
     def _request(
         self,
         prompt: Prompt | Sequence[Mapping[str, str]],
@@ -763,6 +783,7 @@ class Engine:
         """
         return self._score(prompt, answer, quality, whole=False).log_probabilities
 
+    @in_call
     def _score(
         self,
         prompt: Prompt | Sequence[Mapping[str, str]],
@@ -777,6 +798,7 @@ class Engine:
             raise RequestError("the answer to score is empty.")
         return self._score_ids(prompt, ids, quality, whole=whole)
 
+    @in_call
     def _score_ids(
         self,
         prompt: Prompt | Sequence[Mapping[str, str]],
@@ -807,6 +829,7 @@ class Engine:
 
     # life
 
+    @in_call
     def warm_up(self) -> None:
         """Do now what makes later passes faster: on a GPU, compile the model's layers and capture
         passes, which takes up to a minute. Without it passes are captured as they come.
@@ -837,6 +860,7 @@ class Engine:
             )
         )
 
+    @in_call
     def flush(self) -> None:
         """Return once everything that was computed so far is in the store, or could not be stored.
 

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from lazyrag.engine.calls import Calls
 from lazyrag.engine.encode import Encoder, length_batches
 from lazyrag.engine.library import Library
 from lazyrag.errors import RequestError
@@ -74,6 +75,7 @@ class Ingestor:
         kv_dtype: how K and V are kept.
         longest_node: most tokens a node may have.
         on_device: runs a forward pass where nothing else is in its way.
+        calls: of the engine; those in here may end with any text.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Ingestor:
         kv_dtype: torch.dtype,
         longest_node: int,
         on_device: OnDevice,
+        calls: Calls,
     ) -> None:
         self._store = store
         self._encoding = encoding
@@ -94,6 +97,7 @@ class Ingestor:
         self._longest = longest_node
         self._bytes_per_token = heads.kv_bytes_per_token(kv_dtype)
         self._on_device = on_device
+        self._calls = calls
         self._seconds_per_token: float | None = None
 
     def precompute(
@@ -125,7 +129,7 @@ class Ingestor:
         """See `lazyrag.Engine.register`."""
         return self._register(
             self._library.describe(form, node.reference, alias=True, behind=node.behind)
-            for _, node in _named(texts)
+            for _, node in self._calls.asked_for(_named(texts))
             for form in node.forms
             if form.strip() and not self._library.knows(form) and _is_unicode(form + node.behind)
         )
@@ -148,7 +152,7 @@ class Ingestor:
         )
 
     def _windows(self, texts: Iterable[str | NodeText]) -> Iterator[list[_Item]]:
-        named = _named(texts)
+        named = self._calls.asked_for(_named(texts))
         while window := list(islice(named, READ_AHEAD)):
             first: dict[str, NodeIdentity] = {}  # others of equal text stand behind the same
             yield [self._item(name, node, first) for name, node in window]

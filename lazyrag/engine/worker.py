@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from lazyrag.engine.answer import Answer, Pinning, Scoring, Task
+from lazyrag.engine.calls import Calls
 from lazyrag.engine.generation import Deliver
 from lazyrag.engine.looking import Climbing, Looking
 from lazyrag.engine.metrics import Metrics
@@ -31,6 +32,8 @@ STALLED_S = 0.02
 """Seconds between looks at time limits while every request waits for nodes that are being read."""
 IDLE_S = 5.0
 """Seconds without work after which the thread ends; the next request starts another one."""
+EXIT_S = 10.0
+"""Seconds at the program's end that threads have to leave their calls of the engine, at most."""
 
 logger = logging.getLogger("lazyrag")
 
@@ -42,9 +45,12 @@ class Worker:
     every waiting job at once; the next request is served.
     """
 
-    def __init__(self, runner: Runner, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self, runner: Runner, metrics: Metrics | None = None, calls: Calls | None = None
+    ) -> None:
         self._runner = runner
         self._metrics = metrics or Metrics()
+        self._calls = calls or Calls()
         self._scheduler = Scheduler(runner)
         self._pid = os.getpid()
         self._woken = threading.Condition()
@@ -200,7 +206,8 @@ class Worker:
                     self._end_all(failure)
         # Not after an idle end: another thread may own the scheduler by now.
         if threading.current_thread() is self._thread:
-            self._end_all(RequestError("this engine was closed."))
+            over = SystemExit() if self._calls.ending else RequestError("this engine was closed.")
+            self._end_all(over)
 
     def _wait(self) -> bool:
         """Wait for work; False: there is none, or the worker was closed, and the thread ends."""
@@ -243,10 +250,8 @@ class Worker:
 
 
 def _close_at_exit(worker: weakref.ref[Worker]) -> None:
-    """Of an engine that nobody has closed.
-
-    A thread that comes back from an operator of torch when the interpreter has ended aborts the
-    process; one of another process is not here.
-    """
+    """Of an engine that nobody has closed; see `lazyrag.engine.calls`."""
     if (here := worker()) is not None and here._pid == os.getpid():
+        here._calls.end()
         here.close()
+        here._calls.wait(EXIT_S)
